@@ -1,0 +1,135 @@
+"""The one table between NNX parameters and FLA's tensors, read in both directions.
+
+Submodules keep FLA's attribute names, so paths agree and only leaves differ. Everything else that
+checkpoints of any age need (tied heads, old spellings) is a row here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from flax import nnx
+
+from jla.layers import GatedDeltaNet
+from jla.nn import GatedRMSNorm, RMSNorm, ShortConvolution
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """How one kind of parameter is spelled and laid out in a torch checkpoint.
+
+    Attributes:
+        name: torch's name of the leaf.
+        write: our array (numpy, any leading shape fixed by the kind) to torch's.
+        read: torch's array to ours; raises ValueError for a rank it cannot be.
+    """
+
+    name: str
+    write: Callable[[np.ndarray], np.ndarray]
+    read: Callable[[np.ndarray], np.ndarray]
+
+
+def _same(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def _transposed(x: np.ndarray) -> np.ndarray:
+    if x.ndim != 2:
+        raise ValueError(f"expected a matrix, got shape {x.shape}")
+    return x.T
+
+
+def _read_taps(x: np.ndarray) -> np.ndarray:
+    # torch has [D, 1, W]; some exporters drop the axis of size one.
+    if x.ndim == 3 and x.shape[1] == 1:
+        x = x[:, 0]
+    return _transposed(x)
+
+
+LEAVES: dict[type[nnx.Module], dict[str, Leaf]] = {
+    nnx.Linear: {
+        "kernel": Leaf("weight", _transposed, _transposed),
+        "bias": Leaf("bias", _same, _same),
+    },
+    nnx.Embed: {"embedding": Leaf("weight", _same, _same)},
+    RMSNorm: {"scale": Leaf("weight", _same, _same)},
+    GatedRMSNorm: {"scale": Leaf("weight", _same, _same)},
+    ShortConvolution: {
+        "kernel": Leaf("weight", lambda x: x.T[:, None, :], _read_taps),
+        "bias": Leaf("bias", _same, _same),
+    },
+}
+
+# Leaves that a module without a row of its own may not have: they would need a layout.
+RESERVED = frozenset({"kernel", "scale", "embedding"})
+
+# Spellings of older FLA checkpoints below a module: today's name, or None for a tensor that was
+# never used (FLA issues 136 and 226).
+LEGACY: dict[type[nnx.Module], dict[str, str | None]] = {
+    GatedDeltaNet: {"norm.weight": "o_norm.weight", "D": None},
+}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter and the tensors that fill it.
+
+    Attributes:
+        variable: the parameter; with several names its leading axis counts them.
+        names: torch names, one, or one per stacked layer.
+        leaf: the layout.
+    """
+
+    variable: nnx.Variable
+    names: tuple[str, ...]
+    leaf: Leaf
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the parameter holds the tensors of several scanned layers."""
+        return len(self.names) > 1
+
+
+def slots(module: nnx.Module) -> Iterator[Slot]:
+    """Every parameter of ``module`` with its torch names.
+
+    Raises:
+        TypeError: a leaf called kernel, scale or embedding on a module type without a row in
+            ``LEAVES``.
+    """
+    for prefixes, owner in _modules(module):
+        for name, variable in vars(owner).items():
+            if isinstance(variable, nnx.Param):
+                leaf = _leaf(owner, name)
+                yield Slot(variable, tuple(prefix + leaf.name for prefix in prefixes), leaf)
+
+
+def legacy_names(module: nnx.Module) -> dict[str, str | None]:
+    """Old spelling -> today's name (None: unused) for every tensor of ``module`` that had one."""
+    return {
+        prefix + old: None if new is None else prefix + new
+        for prefixes, owner in _modules(module)
+        for old, new in LEGACY.get(type(owner), {}).items()
+        for prefix in prefixes
+    }
+
+
+def _leaf(owner: nnx.Module, name: str) -> Leaf:
+    row = LEAVES.get(type(owner), {})
+    if name not in row and name in RESERVED:
+        raise TypeError(f"{type(owner).__name__}.{name} has no row in jla.convert.table.LEAVES")
+    return row.get(name, Leaf(name, _same, _same))
+
+
+def _modules(root: nnx.Module) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
+    """Every submodule with its torch prefixes: one, or one per layer that its arrays stack."""
+    by_path = dict(nnx.iter_modules(root))
+    for path, module in by_path.items():
+        prefixes = ("",)
+        for depth, key in enumerate(path):
+            # An entry of a list of blocks stands for the layers it holds, in a model's numbering.
+            layers = getattr(by_path.get(path[: depth + 1]), "layer_ids", (key,))
+            prefixes = tuple(f"{prefix}{layer}." for prefix in prefixes for layer in layers)
+        yield prefixes, module

@@ -1,0 +1,173 @@
+"""Softmax attention with rotary positions, FLA's ``Attention``."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+
+from jla.layers.mixer import Cache, TokenMixer
+from jla.nn import RMSNorm, init
+from jla.ops import attention, rotate, segments
+from jla.ops.softmax import Past, attend_past
+
+
+class Attention(TokenMixer):
+    """Causal multi-head attention, with grouped keys, a window and normalised q and k as options.
+
+    Args:
+        hidden_size: D, a multiple of ``num_heads``.
+        num_heads: heads of q.
+        num_kv_heads: heads of k and v, a divisor of ``num_heads``; ``num_heads`` if None.
+        qkv_bias: give the three projections a bias.
+        qk_norm: RMS-normalise q and k per head, before the rotation.
+        window_size: how many real tokens a query sees, itself counted; all if None.
+        rope_theta: base of the rotary frequencies; None leaves positions out.
+        max_position_embeddings: FLA's table size hint, kept and without effect.
+        layer_idx: FLA's argument, not needed here.
+        dtype, param_dtype, precision: as in :class:`flax.nnx.Linear`.
+        kernel_init: initialiser of kernels; torch's default, as FLA's layer alone has, if None.
+        impl: implementation of the attention, see :func:`jla.ops.attention`.
+        rngs: ``params`` stream.
+
+    The cache holds keys (rotated) and values ``[B, L, Hkv, D/H]`` of the current document, slot
+    ``position % L``, with L the smaller of ``max_length`` and the window. A document that outgrows
+    ``max_length`` without a window to forget by gives NaN.
+
+    Raises:
+        ValueError: sizes that do not divide, an odd head size with rotation, or a window below 1.
+    """
+
+    growing = frozenset({"k", "v"})
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        num_heads: int = 32,
+        num_kv_heads: int | None = None,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        window_size: int | None = None,
+        rope_theta: float | None = 10000.0,
+        max_position_embeddings: int | None = None,
+        layer_idx: int | None = None,
+        *,
+        dtype=None,
+        param_dtype=jnp.float32,
+        precision=None,
+        kernel_init: init.Initializer | None = None,
+        impl: str = "auto",
+        rngs: nnx.Rngs,
+    ):
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if hidden_size % num_heads:
+            raise ValueError(
+                f"hidden_size={hidden_size} must be a multiple of num_heads={num_heads}"
+            )
+        if num_heads % num_kv_heads:
+            raise ValueError(f"{num_heads=} must be a multiple of {num_kv_heads=}")
+        if window_size is not None and window_size < 1:
+            raise ValueError(
+                f"window_size must be at least 1 (a query sees itself), got {window_size}"
+            )
+        self.hidden_size, self.head_dim = hidden_size, hidden_size // num_heads
+        if rope_theta is not None and self.head_dim % 2:
+            raise ValueError(f"rotary positions need an even head size, got {self.head_dim}")
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.window_size, self.rope_theta, self.impl = window_size, rope_theta, impl
+        self.max_position_embeddings = max_position_embeddings
+        self.dtype, self.param_dtype = dtype, param_dtype
+
+        linear = init.linear(dtype, param_dtype, precision, kernel_init, rngs)
+        kv_dim = num_kv_heads * self.head_dim
+        self.q_proj = linear(hidden_size, hidden_size, use_bias=qkv_bias)
+        self.k_proj = linear(hidden_size, kv_dim, use_bias=qkv_bias)
+        self.v_proj = linear(hidden_size, kv_dim, use_bias=qkv_bias)
+        self.o_proj = linear(hidden_size, hidden_size)
+        self.qk_norm = qk_norm
+        if qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, param_dtype=param_dtype)
+            self.k_norm = RMSNorm(self.head_dim, param_dtype=param_dtype)
+
+    def mix(self, x, *, segment_ids, positions, cache):
+        """See :meth:`TokenMixer.mix`; the cache holds keys, values and the document's length."""
+        place = _Place.of(x.shape[:2], segment_ids, cache)
+        q, k, v = self._heads(x, place.position if positions is None else positions)
+        options = dict(window_size=self.window_size, segment_ids=segment_ids, impl=self.impl)
+        if cache is None:
+            o, after = attention(q, k, v, **options), None
+        elif x.shape[1] == 1:
+            # Written first, then read: the cache need not be copied beside the new token.
+            after = _write(cache, k, v, place)
+            o = attend_past(q, _past(after, place.offset))
+        else:
+            past = _past(cache, cache["length"])
+            o, after = attention(q, k, v, past=past, **options), _write(cache, k, v, place)
+        if after is not None and not self._may_wrap(after):
+            overflow = after["length"] > after["k"].shape[1]
+            o = jnp.where(overflow[:, None, None, None], jnp.nan, o)
+        return self.o_proj(o.reshape(x.shape)), after
+
+    def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
+        """Keys and values ``[B, L, Hkv, D/H]`` and lengths int32 ``[B]``."""
+        known = [size for size in (max_length, self.window_size) if size is not None]
+        if not known:
+            raise ValueError("new_cache needs max_length: attention keeps every token's key")
+        if min(known) < 1:
+            raise ValueError(f"max_length must be at least 1, got {max_length}")
+        shape = (batch_size, min(known), self.num_kv_heads, self.head_dim)
+        length = jnp.zeros((batch_size,), jnp.int32)
+        return {"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype), "length": length}
+
+    def _may_wrap(self, cache) -> bool:
+        return self.window_size is not None and cache["k"].shape[1] >= self.window_size
+
+    def _heads(self, x, positions):
+        split = lambda y: rearrange(y, "b t (h d) -> b t h d", d=self.head_dim)  # noqa: E731
+        q, k, v = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope_theta is not None:
+            q = rotate(q, positions, theta=self.rope_theta)
+            k = rotate(k, positions, theta=self.rope_theta)
+        return q, k, v
+
+
+class _Place:
+    """Where a piece's tokens stand in their documents, the cached one included."""
+
+    def __init__(self, position, kept, offset, length):
+        self.position = position  # int [B, T], in the document
+        self.kept = kept  # bool [B, T]: real tokens of the document the piece ends in
+        self.offset = offset  # int [B]: position of a single new token
+        self.length = length  # int [B]: tokens of the current document after the piece
+
+    @classmethod
+    def of(cls, shape, segment_ids, cache):
+        before = jnp.zeros((shape[0],), jnp.int32) if cache is None else cache["length"]
+        if segment_ids is None:
+            position = before[:, None] + jnp.arange(shape[1], dtype=jnp.int32)
+            return cls(position, jnp.ones(shape, bool), before, before + shape[1])
+        document = segments.document_index(segment_ids)
+        position = segments.document_positions(segment_ids)
+        position = position + jnp.where(document == 0, before[:, None], 0)
+        kept = (segment_ids != 0) & (document == document[:, -1:])
+        length = jnp.max(jnp.where(kept, position + 1, 0), axis=1)
+        return cls(position, kept, before, jnp.where(kept.any(axis=1), length, before))
+
+
+def _past(cache, length) -> Past:
+    """The cache's slots with the position each one holds; the newest of those that share a slot."""
+    slots = cache["k"].shape[1]
+    newest = cache["length"][:, None] - 1
+    positions = newest - (newest - jnp.arange(slots, dtype=jnp.int32)) % slots
+    return Past(cache["k"], cache["v"], jnp.where(positions < 0, -1, positions), length)
+
+
+def _write(cache, k, v, place: _Place) -> Cache:
+    slots = cache["k"].shape[1]
+    fresh = place.kept & (place.position >= place.length[:, None] - slots)
+    slot = jnp.where(fresh, place.position % slots, slots)
+    put = jax.vmap(lambda row, at, new: row.at[at].set(new.astype(row.dtype), mode="drop"))
+    return {"k": put(cache["k"], slot, k), "v": put(cache["v"], slot, v), "length": place.length}

@@ -1,0 +1,47 @@
+"""The table of families, and the class that picks one by a checkpoint's ``model_type``."""
+
+from __future__ import annotations
+
+import os
+
+from flax import nnx
+
+from jla.models.causal_lm import CausalLM
+from jla.models.config import Config
+from jla.models.gated_deltanet import GatedDeltaNetForCausalLM
+from jla.models.transformer import TransformerForCausalLM
+
+MODELS: dict[str, type[CausalLM]] = {
+    "gated_deltanet": GatedDeltaNetForCausalLM,
+    "transformer": TransformerForCausalLM,
+}
+
+
+class AutoModelForCausalLM:
+    """Makes the right language model for a checkpoint or a config; never instantiated itself."""
+
+    def __init__(self):
+        raise TypeError("use AutoModelForCausalLM.from_pretrained or .from_config")
+
+    @staticmethod
+    def from_pretrained(folder_or_repo_id: str | os.PathLike, **options) -> CausalLM:
+        """Loads a checkpoint; see :func:`jla.convert.from_pretrained` for all options."""
+        from jla.convert import from_pretrained
+
+        return from_pretrained(None, folder_or_repo_id, **options)
+
+    @staticmethod
+    def from_config(config: Config, *, rngs: nnx.Rngs, **options) -> CausalLM:
+        """A freshly initialised model of the config's family."""
+        return lookup(config.model_type)(config, rngs=rngs, **options)
+
+
+def lookup(model_type: str) -> type[CausalLM]:
+    """The language model of a ``model_type``.
+
+    Raises:
+        ValueError: an unknown ``model_type``; the message lists the known ones.
+    """
+    if model_type not in MODELS:
+        raise ValueError(f"model_type must be one of {sorted(MODELS)}, got {model_type!r}")
+    return MODELS[model_type]

@@ -1,0 +1,7 @@
+"""Building blocks with parameters, under FLA's names."""
+
+from jla.nn.conv import ShortConvolution
+from jla.nn.mlp import GatedMLP
+from jla.nn.norm import GatedRMSNorm, RMSNorm
+
+__all__ = ["GatedMLP", "GatedRMSNorm", "RMSNorm", "ShortConvolution"]

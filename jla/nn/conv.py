@@ -1,0 +1,76 @@
+"""The short causal convolution in front of linear mixers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jla.nn import init
+from jla.ops.conv import ACTIVATIONS, causal_conv1d
+
+
+class ShortConvolution(nnx.Module):
+    """Depthwise causal convolution over the last ``kernel_size`` real tokens of a document.
+
+    FLA's ``ShortConvolution``; the window it carries holds ``W - 1`` inputs, where FLA's holds W
+    and never reads the oldest.
+
+    Args:
+        hidden_size: channels D.
+        kernel_size: taps W.
+        bias: add a learned bias per channel.
+        activation: None, ``"silu"`` or ``"swish"`` (the same).
+        param_dtype: dtype of ``kernel [W, D]`` and ``bias [D]``.
+        kernel_init: initialiser of the kernel; torch's default if None.
+        rngs: ``params`` stream.
+
+    Raises:
+        ValueError: ``kernel_size`` below 1 or unknown activation.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        kernel_size: int,
+        bias: bool = False,
+        activation: str | None = "silu",
+        *,
+        param_dtype=jnp.float32,
+        kernel_init: init.Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if kernel_size < 1:
+            raise ValueError(f"kernel_size must be at least 1, got {kernel_size}")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
+        self.hidden_size, self.kernel_size, self.activation = hidden_size, kernel_size, activation
+        kernel_init = kernel_init or init.torch_depthwise
+        self.kernel = nnx.Param(kernel_init(rngs.params(), (kernel_size, hidden_size), param_dtype))
+        self.bias = nnx.Param(jnp.zeros((hidden_size,), param_dtype)) if bias else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        window: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """``[B, T, D]`` and the window ``[B, W-1, D]`` before it to output and new window.
+
+        The new window is None where none was given, else in the given one's dtype.
+        """
+        y, after = causal_conv1d(
+            x,
+            self.kernel[...],
+            None if self.bias is None else self.bias[...],
+            activation=self.activation,
+            segment_ids=segment_ids,
+            initial_state=window,
+            output_final_state=window is not None,
+        )
+        return y, after if window is None else after.astype(window.dtype)
+
+    def new_window(self, batch_size: int, dtype) -> jax.Array:
+        """The window before any token: zeros ``[B, W-1, D]``."""
+        return jnp.zeros((batch_size, self.kernel_size - 1, self.hidden_size), dtype)

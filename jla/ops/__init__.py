@@ -1,0 +1,31 @@
+"""Pure functions on arrays: one per recurrence, each with a reference and a chunk-parallel form."""
+
+from jla.ops.conv import causal_conv1d
+from jla.ops.delta import delta_rule, gated_delta_rule
+from jla.ops.dispatch import Choice, ImplUnavailable, use_impl
+from jla.ops.kinds import explain, linear_attention
+from jla.ops.loss import cross_entropy, l2_warp, shift_labels
+from jla.ops.norm import l2_norm, rms_norm
+from jla.ops.rotary import rotate
+from jla.ops.segments import cu_seqlens_from_segment_ids, segment_ids_from_cu_seqlens
+from jla.ops.softmax import attention
+
+__all__ = [
+    "Choice",
+    "ImplUnavailable",
+    "attention",
+    "causal_conv1d",
+    "cross_entropy",
+    "cu_seqlens_from_segment_ids",
+    "delta_rule",
+    "explain",
+    "gated_delta_rule",
+    "l2_norm",
+    "l2_warp",
+    "linear_attention",
+    "rms_norm",
+    "rotate",
+    "segment_ids_from_cu_seqlens",
+    "shift_labels",
+    "use_impl",
+]

@@ -1,0 +1,121 @@
+"""Causal depthwise convolution over real tokens, the short convolution of linear mixers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jla.ops import segments
+
+ACTIVATIONS = {None: lambda x: x, "silu": jax.nn.silu, "swish": jax.nn.silu}
+
+
+def causal_conv1d(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    activation: str | None = None,
+    segment_ids: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Each channel is filtered by its own taps, over the last W real tokens of its document.
+
+    ``y_t = act(sum_i kernel[i] * x_{t-W+1+i} + bias)``, the last tap meets the current token. Taps
+    that reach before a document's start read zeros, padding is skipped. Sums are in float32.
+
+    Args:
+        x: ``[B, T, D]``.
+        kernel: ``[W, D]``.
+        bias: ``[D]`` or None.
+        activation: None, ``"silu"`` or ``"swish"`` (the same).
+        segment_ids: int ``[B, T]``, see :mod:`jla.ops.segments`.
+        initial_state: ``[B, W-1, D]``, the last inputs of the row's first document, oldest first,
+            zeros where it is shorter; zeros if None.
+        output_final_state: also return the window after the row's last real token.
+
+    Returns:
+        ``y [B, T, D]`` in x's dtype, 0 at padding, and the window ``[B, W-1, D]`` in x's dtype (or
+        None).
+
+    Raises:
+        ValueError: shapes that disagree, or an unknown activation.
+    """
+    _check(x, kernel, bias, activation, initial_state)
+    batch, length, width = x.shape[0], x.shape[1], kernel.shape[0]
+    if segment_ids is not None:
+        segment_ids = segments.check_segment_ids(segment_ids, (batch, length))
+        x = jnp.where((segment_ids != 0)[..., None], x, 0)
+    past = width - 1
+    if initial_state is None:
+        initial_state = jnp.zeros_like(x[:, :1]).repeat(past, axis=1)
+    window = jnp.concatenate([initial_state.astype(x.dtype), x], axis=1)
+    if segment_ids is None:
+        taps = [window[:, i : i + length] for i in range(width)]
+        state = window[:, length:]
+    else:
+        taps, state = _packed_taps(window, segment_ids, width)
+    filters = kernel.astype(jnp.float32)
+    y = sum(tap.astype(jnp.float32) * filters[i] for i, tap in enumerate(taps))
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    y = ACTIVATIONS[activation](y).astype(x.dtype)
+    if segment_ids is not None:
+        y = jnp.where((segment_ids != 0)[..., None], y, 0)
+    return y, state if output_final_state else None
+
+
+def _check(x, kernel, bias, activation, initial_state):
+    if x.ndim != 3:
+        raise ValueError(f"x must be [B, T, D], got shape {x.shape}")
+    if kernel.ndim != 2 or kernel.shape[1] != x.shape[2]:
+        raise ValueError(f"kernel must be [W, D] with D={x.shape[2]}, got shape {kernel.shape}")
+    if bias is not None and bias.shape != x.shape[2:]:
+        raise ValueError(f"bias must be [D] with D={x.shape[2]}, got shape {bias.shape}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
+    expected = (x.shape[0], kernel.shape[0] - 1, x.shape[2])
+    if initial_state is not None and initial_state.shape != expected:
+        raise ValueError(f"initial_state must be {expected}, got shape {initial_state.shape}")
+
+
+def _packed_taps(window, segment_ids, width):
+    """The W tap inputs ``[B, T, D]``, oldest first, and the final window, of a packed row.
+
+    The window before the row counts as real tokens of its first document, so one rule serves both.
+    """
+    past = width - 1
+    first = jnp.argmax(segment_ids != 0, axis=1)[:, None]
+    opening = jnp.maximum(segments.take_time(segment_ids, first), 1)
+    ids = jnp.concatenate([jnp.repeat(opening, past, axis=1), segment_ids], axis=1)
+    back, ahead = segments.previous_real(ids), segments.next_real(ids)
+    position = segments.document_positions(ids)
+    taps, shifted = [window], window
+    for _ in range(past):
+        shifted = _shift(shifted, back, ahead, position)
+        taps.append(shifted)
+    last = jnp.max(segments._real_indices(ids, -1), axis=1, keepdims=True)
+    state = [segments.take_time(tap, last) for tap in taps[past - 1 :: -1]] if past else []
+    state = jnp.concatenate(state, axis=1) if past else window[:, :0]
+    return [tap[:, past:] for tap in reversed(taps)], state
+
+
+@jax.custom_vjp
+def _shift(x, back, ahead, position):
+    """``x`` one real token earlier in the same document, 0 at its start and at padding's reach."""
+    return jnp.where((position > 0)[..., None], segments.take_time(x, back), 0)
+
+
+def _shift_fwd(x, back, ahead, position):
+    return _shift(x, back, ahead, position), (back, ahead, position)
+
+
+def _shift_bwd(saved, dy):
+    # The transpose of a gather is a scatter; here each token has one successor, so it gathers too.
+    _, ahead, position = saved
+    follows = (ahead < position.shape[1]) & (segments.take_time(position, ahead) > 0)
+    return jnp.where(follows[..., None], segments.take_time(dy, ahead), 0), None, None, None
+
+
+_shift.defvjp(_shift_fwd, _shift_bwd)

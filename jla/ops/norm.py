@@ -1,0 +1,48 @@
+"""Normalisations without parameters of their own; statistics in float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+GATES = {"swish": jax.nn.silu, "silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
+
+
+def l2_norm(x: jax.Array, eps: float = 1e-6) -> jax.Array:
+    """``x / sqrt(sum(x^2) + eps)`` over the last axis, in x's dtype.
+
+    ``eps`` stands under the root, so the gradient at ``x = 0`` is ``1/sqrt(eps)`` and finite (FLA's
+    ``l2norm``).
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (wide * lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    gate: jax.Array | None = None,
+    activation: str = "swish",
+    eps: float = 1e-5,
+) -> jax.Array:
+    """``x / sqrt(mean(x^2) + eps) * scale``, times ``act(gate)`` if a gate is given.
+
+    Args:
+        x: ``[..., D]``.
+        scale: ``[D]`` or None (1).
+        gate: ``[..., D]`` or None.
+        activation: ``"swish"``/``"silu"`` or ``"sigmoid"``, applied to the gate.
+        eps: added to the mean square.
+
+    Returns:
+        ``[..., D]`` in x's dtype; everything before the last cast is float32.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if scale is not None:
+        y = y * scale.astype(wide.dtype)
+    if gate is not None:
+        y = y * GATES[activation](gate.astype(wide.dtype))
+    return y.astype(x.dtype)
