@@ -120,6 +120,12 @@ class Attention(TokenMixer):
         length = jnp.zeros((batch_size,), jnp.int32)
         return {"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype), "length": length}
 
+    def room(self, cache: Cache) -> jax.Array | None:
+        """Free slots ``[..., B]``; None where the window lets old tokens go."""
+        slots = cache["k"].shape[-3]
+        wraps = self.window_size is not None and slots >= self.window_size
+        return None if wraps else slots - cache["length"]
+
     def _may_wrap(self, cache) -> bool:
         return self.window_size is not None and cache["k"].shape[1] >= self.window_size
 

@@ -117,6 +117,10 @@ class TokenMixer(nnx.Module, abc.ABC):
         cache = self.new_state(batch_size, max_length, dtype or self._cache_dtype())
         return {**cache, "segment_id": jnp.zeros((batch_size,), jnp.int32)}
 
+    def room(self, cache: Cache) -> jax.Array | None:
+        """Tokens ``[B]`` that still fit in the cache, None for a mixer whose cache never fills."""
+        return None
+
     def init_cache(self, input_shape: tuple[int, ...], dtype=None) -> None:
         """Makes the module's own cache for flax's ``decode=True`` form.
 
@@ -194,10 +198,14 @@ class TokenMixer(nnx.Module, abc.ABC):
             else:
                 restart, last_id = segments.resume(segment_ids, last_id)
                 state = jax.tree.map(lambda leaf: _clear(leaf, restart), state)
-        y, state = self.mix(x, segment_ids=segment_ids, positions=positions, cache=state)
+        y, after = self.mix(x, segment_ids=segment_ids, positions=positions, cache=state)
         if segment_ids is not None:
             y = jnp.where((segment_ids != 0)[..., None], y, 0)
-        return y, None if state is None else {**state, "segment_id": last_id}
+        if state is None:
+            return y, None
+        # A cache keeps its dtypes, so that it can be carried by a loop.
+        after = jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
+        return y, {**after, "segment_id": last_id}
 
     def _decode(self, x, segment_ids, positions):
         if getattr(self, "cache", None) is None:

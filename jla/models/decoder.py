@@ -235,6 +235,17 @@ class Decoder(nnx.Module):
             caches[i] = Stacked(jax.tree.map(leading, caches[i]))
         return tuple(caches)
 
+    def room(self, cache) -> jax.Array | None:
+        """Tokens ``[B]`` of the current document that still fit, None if nothing limits them."""
+        rooms = [
+            block.attn.room(entry.layers if isinstance(entry, Stacked) else entry)
+            for block, entry in zip(self.layers, cache, strict=True)
+        ]
+        limits = [
+            room.reshape(-1, room.shape[-1]).min(axis=0) for room in rooms if room is not None
+        ]
+        return jnp.min(jnp.stack(limits), axis=0) if limits else None
+
     def _single(self, index, x, sums, cache, call):
         def apply(state, x, sums, cache, call):
             return nnx.merge(graphdef, state)(x, sums, cache=cache, **call)
@@ -281,8 +292,8 @@ def attention_mixer(config: Config, layer_idx: int, **options) -> Attention | No
     )
 
 
-def embed(embeddings: nnx.Embed, input_ids: jax.Array) -> jax.Array:
-    """Rows of the table for ids ``[B, T]``; a traced id outside the vocabulary gives NaN.
+def check_input_ids(input_ids: jax.Array, vocab_size: int) -> None:
+    """Raises unless ``input_ids`` are int ``[B, T]`` in ``0..vocab_size - 1`` (checked if concrete).
 
     Raises:
         TypeError: ids that are not integers.
@@ -292,13 +303,18 @@ def embed(embeddings: nnx.Embed, input_ids: jax.Array) -> jax.Array:
         raise TypeError(f"input_ids must be integers, got dtype {jnp.result_type(input_ids)}")
     if jnp.ndim(input_ids) != 2:
         raise ValueError(f"input_ids must be [B, T], got shape {jnp.shape(input_ids)}")
-    size = embeddings.num_embeddings
-    if not isinstance(input_ids, jax.core.Tracer) and np.size(input_ids):
-        low, high = int(np.min(np.asarray(input_ids))), int(np.max(np.asarray(input_ids)))
-        if low < 0 or high >= size:
-            raise ValueError(
-                f"input_ids must be in 0..{size - 1} (the vocabulary), got values from {low} to {high}"
-            )
+    if isinstance(input_ids, jax.core.Tracer) or not np.size(input_ids):
+        return
+    low, high = int(np.min(np.asarray(input_ids))), int(np.max(np.asarray(input_ids)))
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"input_ids must be in 0..{vocab_size - 1} (the vocabulary), got {low} to {high}"
+        )
+
+
+def embed(embeddings: nnx.Embed, input_ids: jax.Array) -> jax.Array:
+    """Rows of the table for ids int ``[B, T]``; a traced id outside the vocabulary gives NaN."""
+    check_input_ids(input_ids, embeddings.num_embeddings)
     input_ids = jnp.asarray(input_ids)
-    known = (input_ids >= 0) & (input_ids < size)
+    known = (input_ids >= 0) & (input_ids < embeddings.num_embeddings)
     return jnp.where(known[..., None], embeddings(jnp.where(known, input_ids, 0)), jnp.nan)
