@@ -1,0 +1,124 @@
+"""Every mixer alone against flash-linear-attention's own numbers, from the same state dict."""
+
+import functools
+import json
+
+import golden
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import assert_close
+from safetensors.numpy import load_file
+
+import jla.layers
+from jla import convert
+from jla.ops import segment_ids_from_cu_seqlens
+
+CASES = golden.names("layer")
+# FLA's prefill of the recorded caches and decoding.
+PREFILL = 65
+
+
+@pytest.fixture(params=CASES, scope="module")
+def row(request):
+    return golden.load_case("layer", request.param)
+
+
+@functools.lru_cache(maxsize=2)
+def load_mixer(folder):
+    spec = json.loads((folder / "config.json").read_text())
+    mixer = getattr(jla.layers, spec["cls"])(**spec["kwargs"], rngs=nnx.Rngs(0))
+    convert.load_state_dict(mixer, load_file(folder / "model.safetensors"))
+    return mixer, nnx.split(mixer)
+
+
+@functools.lru_cache(maxsize=2)
+def prefilled(folder):
+    """Output and cache after ``PREFILL`` tokens, then one step per token."""
+    mixer, (graphdef, state) = load_mixer(folder)
+    case = golden.load_case("layer", folder.name)
+
+    @jax.jit
+    def call(state, x, cache):
+        return nnx.merge(graphdef, state)(x, cache=cache)
+
+    out, after_prefill = call(state, case["x"][:, :PREFILL], mixer.new_cache(2, 70))
+    cache, seen = after_prefill, [out[:, -1:]]
+    for t in range(PREFILL, 70):
+        out, cache = call(state, case["x"][:, t : t + 1], cache)
+        seen.append(out)
+    return jnp.concatenate(seen, axis=1), after_prefill
+
+
+def test_output_and_gradients(row):
+    _, (graphdef, state) = load_mixer(row.folder)
+
+    @jax.jit
+    def run(state, x, dy):
+        out, pull = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x), state, x)
+        return out, pull(dy)
+
+    out, (gradients, dx) = run(state, row["x"], row["dy"])
+    row.check("out", out)
+    row.check_gradients(convert.to_state_dict(nnx.merge(graphdef, gradients)))
+    expected, ours = row.recorded["dx"], row.part("dx", dx)
+    assert np.linalg.norm(ours - expected) <= row.grad_tol * np.linalg.norm(expected)
+
+
+def test_packed(row):
+    _, (graphdef, state) = load_mixer(row.folder)
+    documents = segment_ids_from_cu_seqlens(row["cu_seqlens"], 140)
+
+    @jax.jit
+    def run(state, x, documents):
+        return nnx.merge(graphdef, state)(x, segment_ids=documents)[..., :32]
+
+    out = run(state, row["x"].reshape(1, 140, 64), documents)
+    row.check("packed_out", out, run="packed")
+
+
+def test_cached_decoding(row):
+    out, _ = prefilled(row.folder)
+    row.check("decode_out", out, run="decode")
+
+
+def test_saves_the_tensors_it_loaded(row):
+    ours = convert.to_state_dict(load_mixer(row.folder)[0])
+    theirs = load_file(row.folder / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name].dtype, ours[name].tobytes()) == (tensor.dtype, tensor.tobytes()), name
+
+
+def test_gated_deltanet_cache_is_fla_s_transposed():
+    """S25: FLA keeps the state as [B, H, V, K], we as [B, H, K, V]; FLA's windows hold W inputs, of
+    which the oldest is never read, ours the W - 1 others."""
+    case = golden.load_case("layer", "GatedDeltaNet")
+    cache = prefilled(case.folder)[1]
+    state = np.swapaxes(np.asarray(cache["recurrent_state"]), -1, -2)
+    largest = np.max(np.abs(case.recorded["cache.recurrent_state"]))
+    ours, theirs = case.part("cache.recurrent_state", state), case.recorded["cache.recurrent_state"]
+    assert_close(ours, theirs, tol=2e-5)
+    assert np.max(np.abs(theirs - np.swapaxes(theirs, -1, -2))) > 0.1 * largest
+    for i, name in enumerate("qkv"):
+        window = np.moveaxis(np.asarray(cache["conv_state"][name]), 1, 2)
+        theirs = case.recorded[f"cache.conv_state.{i}"]
+        # A column for the input that FLA alone keeps.
+        whole = np.concatenate([np.zeros_like(window[..., :1]), window], axis=-1)
+        ours = case.part(f"cache.conv_state.{i}", whole)
+        assert_close(ours[..., 1:], theirs[..., 1:], tol=2e-5)
+
+
+def test_attention_cache_holds_fla_s_last_keys_and_values():
+    """Both keep rotated keys; ours is a ring of the window's size: slot ``position % window``."""
+    case = golden.load_case("layer", "Attention")
+    cache = prefilled(case.folder)[1]
+    window = cache["k"].shape[1]
+    order = [position % window for position in range(PREFILL - window, PREFILL)]
+    for i, name in enumerate("kv"):
+        ours = np.asarray(cache[name])[:, order].reshape(2, window, -1)
+        recorded = f"cache.attn_state.{i}"
+        assert_close(case.part(recorded, ours), case.recorded[recorded], tol=2e-5)
+    np.testing.assert_array_equal(cache["length"], [PREFILL, PREFILL])
