@@ -13,26 +13,13 @@ a chunk at once: ``E = T beta (V - D_0 K S)`` (the WY form of both papers).
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jla.ops import segments
-from jla.ops.chunking import (
-    accumulator,
-    from_chunks,
-    pick_chunk,
-    product,
-    repeat_heads,
-    scalar_decay,
-    to_chunks,
-    unit_lower_inverse,
-)
-from jla.ops.dispatch import Choice, select
+from jla.ops.chunking import accumulator, product, unit_lower_inverse
+from jla.ops.decay import Decay
 from jla.ops.norm import l2_norm
-from jla.ops.recurrence import check_heads, prepare_gates, read_states
+from jla.ops.recurrence import Options, Parts, Recurrence, check_heads, run
 
 
 def gated_delta_rule(
@@ -87,19 +74,15 @@ def gated_delta_rule(
         ((1, 3, 2, 4), (1, 2, 4, 4))
     """
     check_heads(q=q, k=k, v=v, per_head={"g": g, "beta": beta}, initial_state=initial_state)
-    choice = choose("gated_delta_rule", q, k, v, impl=impl)
     if use_qk_l2norm:
         q, k = l2_norm(q), l2_norm(k)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dtype, heads = accumulator(v.dtype), v.shape[2]
-    q, k = repeat_heads(q, heads), repeat_heads(k, heads)
-    g = jnp.zeros(beta.shape, dtype) if g is None else g.astype(dtype)
-    q, k, v, beta, g = prepare_gates(segment_ids, (q, k, v, beta.astype(dtype)), g)
-    state = zero_state(k, v) if initial_state is None else initial_state.astype(dtype)
-    run = _reference if choice.impl == "reference" else partial(_chunk, chunk_size=chunk_size)
-    o, final, states = run(q, k, v, g, beta, state, scale, state_positions)
-    outputs = (o.astype(v.dtype), final if output_final_state else None)
-    return outputs if state_positions is None else (*outputs, states)
+    dtype = accumulator(v.dtype)
+    q = q * jnp.asarray(q.shape[-1] ** -0.5 if scale is None else scale, q.dtype)
+    g = jnp.zeros(v.shape[:3], dtype) if g is None else g
+    options = Options(
+        initial_state, output_final_state, state_positions, segment_ids, chunk_size, impl
+    )
+    return run(GATED_DELTA_RULE, (q, k, v, beta.astype(dtype)[..., None]), g[..., None], options)
 
 
 def delta_rule(q, k, v, beta, **options):
@@ -107,81 +90,25 @@ def delta_rule(q, k, v, beta, **options):
     return gated_delta_rule(q, k, v, None, beta, **options)
 
 
-def choose(op: str, q, k, v, *_, impl: str = "auto", **__) -> Choice:
-    """Which implementation a call with these arguments runs; decided from static facts only."""
-    offers = {"reference": None, "chunk": None, "mosaic": "no Hopper kernel is offered yet"}
-    # One token is one step of the recurrence: nothing to be parallel over.
-    order = ("mosaic", "reference") if q.shape[1] == 1 else ("mosaic", "chunk", "reference")
-    return select(op, impl, offers, order)
-
-
-def zero_state(k: jax.Array, v: jax.Array) -> jax.Array:
-    """Zeros ``[B, H, K, V]``, built from the inputs so that they share their sharding."""
-    dtype = accumulator(v.dtype)
-    rows, columns = jnp.zeros_like(k[:, 0], dtype), jnp.zeros_like(v[:, 0], dtype)
-    return rows[..., :, None] * columns[..., None, :]
-
-
-def step(q, k, v, g, beta, state):
-    """One token of the recurrence: ``[B, H, K]``, ``[B, H, V]``, ``[B, H]``, ``[B, H, K, V]``."""
-    precise = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-    state = state * jnp.exp(g)[..., None, None]
-    error = beta[..., None] * (v - precise("bhkv,bhk->bhv", state, k))
+def _step(q, k, v, beta, decay, state):
+    state = state * decay
+    error = beta * (v - jnp.einsum("bhkv,bhk->bhv", state, k, precision="highest"))
     state = state + k[..., :, None] * error[..., None, :]
-    return precise("bhkv,bhk->bhv", state, q), state
+    return jnp.einsum("bhkv,bhk->bhv", state, q, precision="highest"), state
 
 
-def _reference(q, k, v, g, beta, state, scale, state_positions):
-    def token(state, inputs):
-        o, state = step(*inputs, state)
-        return state, (o, None if state_positions is None else state)
-
-    wide = [jnp.moveaxis(x.astype(state.dtype), 1, 0) for x in (q * scale, k, v, g, beta)]
-    state, (o, states) = lax.scan(token, state, tuple(wide))
-    if state_positions is not None:
-        states = segments.take_time(jnp.moveaxis(states, 0, 1), state_positions)
-    return jnp.moveaxis(o, 0, 1), state, states
-
-
-def _chunk(q, k, v, g, beta, state, scale, state_positions, *, chunk_size):
-    length, dtype = q.shape[1], v.dtype
-    chunk = pick_chunk(length, chunk_size, "chunk_size of gated_delta_rule")
-    q, k, v, g, beta = (to_chunks(x, chunk) for x in (q, k, v, g, beta))
-    # Recomputed in the backward: its C x C matrices would outweigh the inputs.
-    parts = jax.checkpoint(partial(_within_chunks, scale=scale))(q, k, v, g, beta)
-
-    def advance(state, chunk_parts):
-        reads, scores, pulls, writes, keys, total = chunk_parts
-        narrow = state.astype(dtype)
-        errors = writes - product("bhck,bhkv->bhcv", pulls, narrow, dtype)
-        o = product("bhck,bhkv->bhcv", reads, narrow, dtype)
-        o = o + product("bhij,bhjv->bhiv", scores, errors, dtype)
-        after = state * total[..., None, None] + product("bhck,bhcv->bhkv", keys, errors, dtype)
-        kept = None if state_positions is None else (state, errors)
-        return after, (o.astype(dtype), kept)
-
-    final, (o, kept) = lax.scan(advance, state, parts)
-    states = None
-    if state_positions is not None:
-        states = read_states(state_positions, *kept, k, g)
-    return from_chunks(o, length), final, states
-
-
-def _within_chunks(q, k, v, g, beta, *, scale):
-    """Everything of a chunk that does not depend on the state that enters it, ``[N, B, H, ...]``.
-
-    Returns reads ``[C, K]`` (decayed queries), scores ``[C, C]``, pulls ``[C, K]`` and writes
-    ``[C, V]`` (``E = writes - pulls S``), keys ``[C, K]`` decayed to the chunk's end, total decay.
-    """
+def _within(q, k, v, beta, decay: Decay) -> Parts:
     dtype = v.dtype
-    decay = scalar_decay(g)
-    overlap = product("nbhik,nbhjk->nbhij", k, k, dtype)
-    inverse = unit_lower_inverse(jnp.tril(overlap * decay.pairs * beta[..., None], -1))
-    weighted = inverse * beta[..., None, :]
-    scores = scale * product("nbhik,nbhjk->nbhij", q, k, dtype) * decay.pairs
-    entry = decay.from_start[..., None]
-    pulls = product("nbhij,nbhjk->nbhik", weighted, k * entry, dtype)
-    writes = product("nbhij,nbhjv->nbhiv", weighted, v, dtype)
-    narrow = [x.astype(dtype) for x in (scale * q * entry, scores, pulls)]
-    keys = (k * decay.to_end[..., None]).astype(dtype)
-    return (*narrow, writes, keys, decay.total)
+    inverse = unit_lower_inverse(jnp.tril(beta * decay.pairs(k, k, dtype), -1))
+    weighted = inverse * jnp.swapaxes(beta, -1, -2)
+    return Parts(
+        reads=decay.enter(q),
+        scores=decay.pairs(q, k, dtype),
+        keys=decay.leave(k),
+        total=decay.total,
+        pulls=product("...ij,...jk->...ik", weighted, decay.enter(k), dtype),
+        writes=product("...ij,...jv->...iv", weighted, v, dtype),
+    )
+
+
+GATED_DELTA_RULE = Recurrence("gated_delta_rule", _step, _within)

@@ -15,8 +15,8 @@ class _Kind(NamedTuple):
 
 
 KINDS = {
-    "delta_rule": _Kind(delta.delta_rule, delta.choose),
-    "gated_delta_rule": _Kind(delta.gated_delta_rule, delta.choose),
+    "delta_rule": _Kind(delta.delta_rule, delta.GATED_DELTA_RULE.choose),
+    "gated_delta_rule": _Kind(delta.gated_delta_rule, delta.GATED_DELTA_RULE.choose),
     "attention": _Kind(softmax.attention, softmax.choose),
 }
 
@@ -43,7 +43,7 @@ def explain(kind: str, q, k, v, *args, impl: str = "auto", **options) -> Choice:
         ValueError: unknown kind or impl.
         ImplUnavailable: a named impl that cannot run this call.
     """
-    return _lookup(kind).choose(kind, q, k, v, *args, impl=impl, **options)
+    return _lookup(kind).choose(q, k, v, *args, impl=impl, **options)
 
 
 def _lookup(kind: str) -> _Kind:

@@ -1,14 +1,187 @@
-"""Checks, masks and state reads that every recurrent op shares."""
+"""Runs any recurrence with a matrix state: token by token, or chunk-parallel.
+
+Every family steps ``S_t = diag(e^{g_t}) S_{t-1} + (writes)`` and reads ``o_t = q_t^T S_t``. It
+tells, in a :class:`Recurrence`, one token's step (the oracle) and what a chunk needs besides the
+state that enters it; packing, padding, heads, states and the scan over chunks are here, once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jla.ops import segments
-from jla.ops.chunking import scalar_decay
+from jla.ops.chunking import accumulator, from_chunks, pick_chunk, product, repeat_heads, to_chunks
+from jla.ops.decay import Decay
+from jla.ops.dispatch import Choice, select
+
+
+class Parts(NamedTuple):
+    """A chunk without its entering state S; leading axes ``[N, B, H]``, M written rows.
+
+        E = [values; writes - pulls S],   o = reads S + scores E,   S' = diag(total) S + keys^T E
+
+    Attributes:
+        reads: ``[C, K]``.
+        scores: ``[C, M]``.
+        keys: ``[M, K]``.
+        total: ``[X]``, X = 1 or K.
+        values: ``[.., V]`` rows that do not depend on S, or None.
+        pulls: ``[.., K]`` and
+        writes: ``[.., V]`` of the rows that do, or None.
+    """
+
+    reads: jax.Array
+    scores: jax.Array
+    keys: jax.Array
+    total: jax.Array
+    values: jax.Array | None = None
+    pulls: jax.Array | None = None
+    writes: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A family of recurrences.
+
+    Attributes:
+        name: of the op.
+        step: ``(operands of one token..., decay, S) -> (o, S)``, in S's dtype; decay is
+            ``e^g [B, H, X, 1]``.
+        within: ``(operands of chunks..., decay: Decay) -> Parts``.
+        streams: which operands are the keys of the written rows, in :class:`Parts`' order.
+    """
+
+    name: str
+    step: Callable
+    within: Callable[..., Parts]
+    streams: tuple[int, ...] = (1,)
+
+    def choose(self, q, k, v, *_, impl: str = "auto", **__) -> Choice:
+        """Which implementation a call runs; decided from static facts only."""
+        offers = {"reference": None, "chunk": None, "mosaic": "no Hopper kernel is offered yet"}
+        # One token is one step of the recurrence: nothing to be parallel over.
+        order = ("mosaic", "reference") if q.shape[1] == 1 else ("mosaic", "chunk", "reference")
+        return select(self.name, impl, offers, order)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every op takes besides its operands; see :func:`jla.ops.gated_delta_rule`."""
+
+    initial_state: jax.Array | None = None
+    output_final_state: bool = False
+    state_positions: jax.Array | None = None
+    segment_ids: jax.Array | None = None
+    chunk_size: int | None = None
+    impl: str = "auto"
+
+
+def run(recurrence: Recurrence, operands: tuple[jax.Array, ...], g: jax.Array, options: Options):
+    """Runs a recurrence on operands ``[B, T, H', ...]`` (q, k, v first) and gates ``[B, T, H, X]``.
+
+    Operands with fewer heads than v are repeated. Returns ``(o, final_state)`` or, with
+    ``state_positions``, ``(o, final_state, states)``.
+    """
+    q, k, v, *_ = operands
+    choice = recurrence.choose(q, k, v, impl=options.impl)
+    dtype = accumulator(v.dtype)
+    operands = tuple(repeat_heads(x, v.shape[2]) for x in operands)
+    *operands, g = prepare_gates(options.segment_ids, operands, g.astype(dtype))
+    state = options.initial_state
+    state = zero_state(operands[1], v) if state is None else state.astype(dtype)
+    if choice.impl == "reference":
+        form = _token_by_token
+    else:
+        name = f"chunk_size of {recurrence.name}"
+        form = partial(_chunk_by_chunk, chunk=pick_chunk(q.shape[1], options.chunk_size, name))
+    o, final, states = form(recurrence, operands, g, state, options.state_positions)
+    outputs = (o.astype(v.dtype), final if options.output_final_state else None)
+    return outputs if options.state_positions is None else (*outputs, states)
+
+
+def _token_by_token(recurrence, operands, g, state, state_positions):
+    def token(state, inputs):
+        *operands, g = inputs
+        o, state = recurrence.step(*operands, jnp.exp(g)[..., None], state)
+        return state, (o, None if state_positions is None else state)
+
+    wide = [jnp.moveaxis(x.astype(state.dtype), 1, 0) for x in (*operands, g)]
+    state, (o, states) = lax.scan(token, state, tuple(wide))
+    if state_positions is not None:
+        states = segments.take_time(jnp.moveaxis(states, 0, 1), state_positions)
+    return jnp.moveaxis(o, 0, 1), state, states
+
+
+def _chunk_by_chunk(recurrence, operands, g, state, state_positions, *, chunk):
+    length, dtype = g.shape[1], operands[2].dtype
+    *operands, g = (to_chunks(x, chunk) for x in (*operands, g))
+
+    # Recomputed in the backward: the C x C matrices would outweigh the inputs.
+    @jax.checkpoint
+    def prepare(operands, g):
+        parts = recurrence.within(*operands, Decay(g))
+        wide = ("total", "values", "writes")
+        return Parts(
+            *(
+                x if x is None or name in wide else x.astype(dtype)
+                for name, x in zip(Parts._fields, parts, strict=True)
+            )
+        )
+
+    def advance(state, parts):
+        narrow = state.astype(dtype)
+        rows = [] if parts.values is None else [parts.values]
+        if parts.pulls is not None:
+            pulled = product("...ck,...kv->...cv", parts.pulls, narrow, dtype)
+            rows.append(parts.writes - pulled)
+        rows = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-2)
+        o = product("...ck,...kv->...cv", parts.reads, narrow, dtype)
+        o = o + product("...cm,...mv->...cv", parts.scores, rows, dtype)
+        after = state * parts.total[..., None]
+        after = after + product("...mk,...mv->...kv", parts.keys, rows, dtype)
+        return after, (o.astype(dtype), None if state_positions is None else (state, rows))
+
+    final, (o, kept) = lax.scan(advance, state, prepare(operands, g))
+    states = None
+    if state_positions is not None:
+        keys = jnp.concatenate([operands[i] for i in recurrence.streams], axis=-2)
+        states = _read_states(state_positions, *kept, keys, g)
+    return from_chunks(o, length), final, states
+
+
+def _read_states(positions, entries, rows, keys, g):
+    """States after chosen tokens ``[B, S]``, from what the chunked pass knows: ``[B, S, H, K, V]``.
+
+    ``entries [N, B, H, K, V]`` enter the chunks, ``rows [N, B, H, M, V]`` were written along
+    ``keys [N, B, H, M, K]``, with gates ``g [N, B, H, C, X]``.
+    """
+    chunk = g.shape[-2]
+    index, offset = positions // chunk, positions % chunk
+    entry, rows, keys, g = (
+        segments.take_time(jnp.moveaxis(x, 0, 1), index) for x in (entries, rows, keys, g)
+    )
+    # Tokens behind the chosen one neither decay nor write.
+    done = (jnp.arange(chunk) <= offset[..., None, None])[..., None]
+    decay = Decay(jnp.where(done, g, 0))
+    streams = keys.shape[-2] // chunk
+    after = jnp.concatenate([jnp.where(done, decay.after, 0)] * streams, axis=-2)
+    wide = entry.dtype
+    written = product("...mk,...mv->...kv", keys * after, rows, wide)
+    return entry * decay.total[..., None] + written
+
+
+def zero_state(k: jax.Array, v: jax.Array) -> jax.Array:
+    """Zeros ``[B, H, K, V]``, built from the inputs so that they share their sharding."""
+    dtype = accumulator(v.dtype)
+    rows, columns = jnp.zeros_like(k[:, 0], dtype), jnp.zeros_like(v[:, 0], dtype)
+    return rows[..., :, None] * columns[..., None, :]
 
 
 def check_heads(
@@ -30,9 +203,7 @@ def check_heads(
         raise ValueError(f"q must have at least one token, got shape {q.shape}")
     heads = v.shape[2]
     if heads % q.shape[2]:
-        raise ValueError(
-            f"v's {heads} heads must be a multiple of the {q.shape[2]} heads of q and k"
-        )
+        raise ValueError(f"v's {heads} heads must be a multiple of q's and k's {q.shape[2]}")
     for name, x in per_head.items():
         if x is not None and x.shape != v.shape[:3]:
             raise ValueError(f"{name} must be [B, T, H] = {v.shape[:3]}, got shape {x.shape}")
@@ -60,31 +231,3 @@ def prepare_gates(segment_ids, operands: tuple[jax.Array, ...], g: jax.Array):
     masked = tuple(jnp.where(over(real, x), x, 0) for x in operands)
     g = jnp.where(over(starts, g), -jnp.inf, jnp.where(over(real, g), g, 0))
     return (*masked, g)
-
-
-def read_states(positions, entries, values, k, g):
-    """States after chosen tokens, from what a chunked pass knows.
-
-    Args:
-        positions: int ``[B, S]`` tokens of the row.
-        entries: ``[N, B, H, K, V]`` states that enter the chunks.
-        values: ``[N, B, H, C, V]`` what each token writes along its key.
-        k: ``[N, B, H, C, K]`` keys.
-        g: ``[N, B, H, C]`` log decays.
-
-    Returns:
-        ``[B, S, H, K, V]`` in the entries' dtype.
-    """
-    chunk = g.shape[-1]
-    index, offset = positions // chunk, positions % chunk
-    pick = lambda x: segments.take_time(jnp.moveaxis(x, 0, 1), index)  # noqa: E731
-    entry, values, k, g = pick(entries), pick(values), pick(k), pick(g)
-    # Tokens behind the chosen one neither decay nor write.
-    done = jnp.arange(chunk) <= offset[..., None, None]
-    decay = scalar_decay(jnp.where(done, g, 0))
-    keys = k * jnp.where(done, decay.to_end, 0)[..., None]
-    wide = entry.dtype
-    update = jnp.einsum(
-        "bshck,bshcv->bshkv", keys.astype(wide), values.astype(wide), precision="highest"
-    )
-    return entry * decay.total[..., None, None] + update

@@ -76,9 +76,7 @@ def attention(
         ImplUnavailable: a named impl that cannot run this call.
     """
     _check(q, k, v, window_size)
-    choice = choose(
-        "attention", q, k, v, window_size=window_size, segment_ids=segment_ids, past=past, impl=impl
-    )
+    choice = choose(q, k, v, window_size=window_size, segment_ids=segment_ids, past=past, impl=impl)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if choice.impl == "cudnn":
         window = None if window_size is None else (window_size - 1, 0)
@@ -110,7 +108,7 @@ def attend_past(q: jax.Array, past: Past, *, scale: float | None = None) -> jax.
 
 
 def choose(
-    op: str, q, k, v, *, window_size=None, segment_ids=None, past=None, impl: str = "auto", **_
+    q, k, v, *, window_size=None, segment_ids=None, past=None, impl: str = "auto", **_
 ) -> Choice:
     """Which implementation a call with these arguments runs; decided from static facts only."""
     offers = {
@@ -121,7 +119,7 @@ def choose(
     }
     short = q.shape[1] <= QUERY_BLOCK
     order = ("mosaic", "cudnn", "reference") if short else ("mosaic", "cudnn", "chunk", "reference")
-    return select(op, impl, offers, order)
+    return select("attention", impl, offers, order)
 
 
 def _no_cudnn(q, v, segment_ids, past) -> str | None:
