@@ -1,0 +1,42 @@
+# Commands for a fresh checkout; each finds a fitting Python and installs what it needs first.
+#
+#   make demo       the main job on real input, on a CPU, without downloads
+#   make test       a smoke run on the newest JAX allowed, then the fast tests on the pinned one
+#   make test-all   every test; appends the outcome to tests/RESULTS.md
+#   make lint       ruff and pyright
+
+SHELL := /bin/bash
+export JAX_PLATFORMS ?= cpu
+
+VENV := .venv/bin/python
+# Tests of one table row share compiled functions, so they stay in one process.
+PYTEST := -n 2 --dist loadgroup
+
+.PHONY: demo test test-all smoke lint venv venv-newest clean
+
+demo: venv
+	@$(VENV) examples/demo.py
+
+test: smoke venv
+	@$(VENV) -m pytest $(PYTEST) -m "not slow and not gpu"
+
+test-all: smoke venv
+	@tools/test_all.sh $(PYTEST)
+
+smoke: venv-newest
+	@.venv-newest/bin/python -m tools.smoke
+
+lint: venv
+	@[ -x .venv/bin/pyright ] || $(VENV) -m pip install --quiet -c constraints.txt -e '.[lint]'
+	@$(VENV) -m ruff check
+	@$(VENV) -m ruff format --check
+	@$(VENV) -m pyright
+
+venv:
+	@tools/make_venv.sh .venv test,examples constraints.txt
+
+venv-newest:
+	@tools/make_venv.sh .venv-newest train
+
+clean:
+	rm -rf .venv .venv-newest .cache

@@ -1,0 +1,259 @@
+"""Named shapes and inputs that benchmarks and tests share: ``gdn/A`` is an op and a shape.
+
+Inputs are random, like a trained model's: normalised keys, decays of long and short memories. An op
+is one row of ``OPS``; its ``inputs`` say what it takes, its ``run`` calls the library.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jla import ops
+
+PEAK, BANDWIDTH = 790e12, 4.3e12  # bfloat16 FLOP/s and copied bytes/s measured on an H200
+CHUNK = 64  # of the floors' FLOP counts
+
+Shape = dict[str, int]
+
+# B rows, T tokens, H heads of size D, KV key heads, docs packed documents, win window.
+A = dict(B=1, T=8192, H=16, D=128)
+B = dict(B=8, T=2048, H=16, D=128)
+L = dict(B=1, T=32768, H=16, D=128)
+P = dict(B=1, T=16384, H=16, D=128, docs=16)
+S = dict(B=2, T=4096, H=32, D=64)
+A1 = dict(B=1, T=8192, H=4, D=128)
+A8 = dict(B=1, T=16384, H=8, D=128)
+C4 = dict(B=4, T=4096, H=16, D=128)
+C16 = dict(B=1, T=16384, H=16, D=128)
+W = dict(B=1, T=16384, H=16, D=128, win=1024)
+GQA = dict(B=1, T=16384, H=16, D=128, KV=4)
+
+
+class Input(NamedTuple):
+    """One differentiable argument: its shape, how it is drawn (see ``DRAWS``), and its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    draw: str
+    dtype: Any
+
+
+class Op(NamedTuple):
+    """How an op is benchmarked."""
+
+    kind: str  # in jla.ops.linear_attention
+    shapes: dict[str, Shape]
+    inputs: Callable[[Shape, Any], list[Input]]  # of (shape, dtype of q, k, v)
+    options: Callable[[Shape], dict[str, Any]]
+    flops: Callable[[Shape], float]  # forward; the backward is counted as 2.5 times that
+
+
+class Case(NamedTuple):
+    """An op at a shape."""
+
+    op: str
+    tag: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.op}/{self.tag}"
+
+    @property
+    def shape(self) -> Shape:
+        return OPS[self.op].shapes[self.tag]
+
+
+def _delta_inputs(gated: bool, normalised: bool):
+    def inputs(p, dtype):
+        key = "normal" if not normalised else "unit"
+        full = (p["B"], p["T"], p["H"], p["D"])
+        drawn = [
+            Input("q", full, key, dtype),
+            Input("k", full, key, dtype),
+            Input("v", full, "normal", dtype),
+        ]
+        gates = [Input("g", full[:3], "decay", jnp.float32)] if gated else []
+        return [*drawn, *gates, Input("beta", full[:3], "sigmoid", jnp.float32)]
+
+    return inputs
+
+
+def _delta_flops(p):
+    d = p["D"]
+    per_token = 4 * CHUNK * d + 4 * d * d + 2 * CHUNK * d + 4 * CHUNK * d + 2 * d * d
+    return p["B"] * p["T"] * p["H"] * (per_token + 2 * CHUNK * CHUNK / 3)
+
+
+def _attention_inputs(p, dtype):
+    query = (p["B"], p["T"], p["H"], p["D"])
+    key = (p["B"], p["T"], p.get("KV", p["H"]), p["D"])
+    shapes = {"q": query, "k": key, "v": key}
+    return [Input(name, shape, "normal", dtype) for name, shape in shapes.items()]
+
+
+def _attention_flops(p):
+    length = p["T"] // p.get("docs", 1)
+    window = min(p.get("win", length), length)
+    pairs = length * window - window * window / 2
+    return 4 * p["B"] * p["H"] * p["D"] * pairs * p.get("docs", 1)
+
+
+def _no_options(p):
+    return {}
+
+
+OPS = {
+    "gdn": Op(
+        "gated_delta_rule",
+        dict(A=A, B=B, L=L, P=P, S=S, A1=A1, A8=A8),
+        _delta_inputs(gated=True, normalised=True),
+        _no_options,
+        _delta_flops,
+    ),
+    "gdn_l2": Op(
+        "gated_delta_rule",
+        dict(A=A),
+        _delta_inputs(gated=True, normalised=False),
+        lambda p: dict(use_qk_l2norm=True),
+        _delta_flops,
+    ),
+    "deltanet": Op(
+        "delta_rule",
+        dict(A=A, B=B),
+        _delta_inputs(gated=False, normalised=True),
+        _no_options,
+        _delta_flops,
+    ),
+    "attn": Op(
+        "attention",
+        dict(C4=C4, C16=C16, W=W, DOC=P, GQA=GQA),
+        _attention_inputs,
+        lambda p: dict(window_size=p.get("win")),
+        _attention_flops,
+    ),
+}
+CASES = {case.id: case for op, row in OPS.items() for case in (Case(op, tag) for tag in row.shapes)}
+
+
+def select(names: str | None) -> list[Case]:
+    """Cases of a comma-separated list of ops and ids; all if None.
+
+    Raises:
+        ValueError: an unknown op or id.
+    """
+    if names is None:
+        return list(CASES.values())
+    chosen = []
+    for name in names.split(","):
+        found = [case for case in CASES.values() if name in (case.op, case.id)]
+        if not found:
+            raise ValueError(f"{name!r} is neither an op {list(OPS)} nor one of {list(CASES)}")
+        chosen += found
+    return chosen
+
+
+def shrink(p: Shape) -> Shape:
+    """The same kind of shape, small enough for a test on a CPU."""
+    small = dict(B=1, T=256, H=2, D=32, KV=1, docs=4, win=64)
+    return {name: min(size, small[name]) for name, size in p.items()}
+
+
+def make_inputs(op: str, p: Shape, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
+    """The op's differentiable arguments by name, the same in every run."""
+    specs = OPS[op].inputs(p, dtype)
+    return {
+        spec.name: DRAWS[spec.draw](_normal(spec.shape, seed)).astype(spec.dtype)
+        for seed, spec in enumerate(specs, 1)
+    }
+
+
+def make_cotangent(op: str, p: Shape, dtype=jnp.bfloat16) -> jax.Array:
+    """A random gradient of the outputs ``[B, T, H, D]``."""
+    return _normal((p["B"], p["T"], p["H"], p["D"]), 99).astype(dtype)
+
+
+def segment_ids(p: Shape) -> jax.Array | None:
+    """``docs`` documents of one length in each row, None where the shape packs none."""
+    if "docs" not in p:
+        return None
+    row = jnp.arange(p["T"], dtype=jnp.int32) // (p["T"] // p["docs"]) + 1
+    return jnp.broadcast_to(row, (p["B"], p["T"]))
+
+
+def functions(op: str, p: Shape, impl: str = "auto"):
+    """``forward(inputs) -> o`` and ``both(inputs, cotangent) -> (o, gradients)``, not jitted."""
+    row, ids = OPS[op], segment_ids(p)
+
+    def forward(inputs):
+        out = ops.linear_attention(row.kind, **inputs, segment_ids=ids, impl=impl, **row.options(p))
+        return out[0] if isinstance(out, tuple) else out
+
+    def both(inputs, cotangent):
+        o, pull = jax.vjp(forward, inputs)
+        return o, pull(cotangent.astype(o.dtype))[0]
+
+    return forward, both
+
+
+def explain(op: str, p: Shape, impl: str = "auto", dtype=jnp.bfloat16) -> ops.Choice:
+    """What ``functions(op, p, impl)`` runs on this machine."""
+    row = OPS[op]
+    specs = {
+        spec.name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in row.inputs(p, dtype)
+    }
+    return ops.explain(row.kind, **specs, segment_ids=segment_ids(p), impl=impl, **row.options(p))
+
+
+def floors(op: str, p: Shape) -> tuple[float, float]:
+    """Least ms on an H200 for forward, and forward and backward: FLOPs or bytes, whichever is more.
+
+    The forward reads the inputs and writes the outputs; the backward reads the inputs and the
+    cotangent and writes the gradients.
+    """
+    sizes = [
+        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in OPS[op].inputs(p, jnp.bfloat16)
+    ]
+    gradients = sum(sizes)
+    moved = gradients + 2 * math.prod((p["B"], p["T"], p["H"], p["D"]))
+    flops = OPS[op].flops(p)
+    forward = max(flops / PEAK, moved / BANDWIDTH) * 1e3
+    backward = max(2.5 * flops / PEAK, (moved + gradients) / BANDWIDTH) * 1e3
+    return forward, forward + backward
+
+
+def _decay(x):
+    """Log decays of heads whose memories last from some tokens to some hundreds."""
+    memory = jnp.asarray(2.0 ** np.linspace(-6, -1, x.shape[2]), jnp.float32)
+    return jax.nn.log_sigmoid(x) * memory
+
+
+DRAWS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "normal": lambda x: x,
+    "unit": lambda x: x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6),
+    "decay": _decay,
+    "sigmoid": jax.nn.sigmoid,
+}
+
+
+@functools.cache
+def _pool() -> np.ndarray:
+    return np.random.default_rng(7).standard_normal(1 << 24, dtype=np.float32)
+
+
+def _normal(shape, seed: int) -> jax.Array:
+    """Standard normals: a stretch of one pool, which is quicker than drawing gigabytes."""
+    pool, size = _pool(), math.prod(shape)
+    start = (seed * 7368787) % pool.size
+    repeated = (
+        np.concatenate([pool] * -(-(start + size) // pool.size))
+        if start + size > pool.size
+        else pool
+    )
+    return jnp.asarray(repeated[start : start + size].reshape(shape))
