@@ -15,7 +15,7 @@ PYTEST := -n 2 --dist loadgroup
 .PHONY: demo test test-all smoke lint venv venv-newest clean
 
 demo: venv
-	@$(VENV) examples/demo.py
+	@$(VENV) -u examples/demo.py
 
 test: smoke venv
 	@$(VENV) -m pytest $(PYTEST) -m "not slow and not gpu"

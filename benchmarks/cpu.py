@@ -62,11 +62,13 @@ def temporary_mib(impl: str, p: cases.Shape) -> float:
     inputs = cases.make_inputs("gdn", p, jnp.float32)
     cotangent = cases.make_cotangent("gdn", p, jnp.float32)
     compiled = jax.jit(cases.functions("gdn", p, impl)[1]).lower(inputs, cotangent).compile()
-    return compiled.memory_analysis().temp_size_in_bytes / 2**20
+    analysis = compiled.memory_analysis()
+    assert analysis is not None, "this backend has no memory analysis"
+    return analysis.temp_size_in_bytes / 2**20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--save", action="store_true", help="append to benchmarks/RESULTS.md")
     options = parser.parse_args()
     load = os.getloadavg()[0]

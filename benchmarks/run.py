@@ -70,7 +70,7 @@ def summary(record: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--ops", help="comma-separated ops and ids, like gdn/A,attn; all if not given"
     )

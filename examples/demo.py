@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -85,7 +84,7 @@ def swap() -> None:
     title("6. Swap the attention of a Flax model, no other line changed")
     for make in (softmax_attention, gated_deltanet):
         line = inspect.getsource(make).strip().splitlines()[-1].strip()
-        print(line.replace("return", "    attention ="))
+        print(line.replace("return", "    attention ="), flush=True)
         losses, seconds = timed(lambda make=make: train_flax_model(make))
         print(
             f"    loss {losses[0]:.2f} -> {losses[-1]:.2f} nats, {seconds:.0f} s with compilation"
@@ -138,11 +137,10 @@ def timed(function: Callable):
 
 
 def title(text: str) -> None:
-    print(f"\n{text}")
+    print(f"\n{text}", flush=True)
 
 
 def main() -> None:
-    sys.stdout.reconfigure(line_buffering=True)  # so that text and progress bars keep their order
     start = time.perf_counter()
     model = load()
     measure(model)

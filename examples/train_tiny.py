@@ -125,7 +125,7 @@ def _whole_rows(documents, length):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=1400)
     parser.add_argument("--peak", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--out", type=Path, default=CHECKPOINT)
