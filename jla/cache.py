@@ -1,4 +1,4 @@
-"""Caches are plain pytrees of per-layer dicts, rows first; one function picks rows of any of them."""
+"""Caches are plain pytrees of per-layer dicts, rows first; one function picks rows of any."""
 
 from __future__ import annotations
 

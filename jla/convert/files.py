@@ -45,7 +45,7 @@ class Tensors(Mapping[str, np.ndarray]):
         return len(self._files)
 
     def dtypes(self) -> dict[str, str]:
-        """safetensors' dtype name (``"F32"``, ``"BF16"``, ...) of every tensor, without reading it."""
+        """safetensors' dtype name (``"F32"``, ``"BF16"``, ...) of every tensor, unread."""
         found = {}
         for path in sorted(set(self._files.values())):
             with safe_open(path, framework="numpy") as file:
@@ -87,8 +87,8 @@ def write_checkpoint(
 ) -> None:
     """Writes text files and tensors to ``folder``, whole or not at all.
 
-    Everything is first written to a hidden folder inside ``folder`` and renamed into place; files of
-    an earlier checkpoint that the new one does not have are removed.
+    Everything is first written to a hidden folder inside ``folder`` and renamed into place; files
+    of an earlier checkpoint that the new one does not have are removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards = _split(tensors, max_shard_size)

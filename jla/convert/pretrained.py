@@ -119,7 +119,7 @@ def _folder(folder_or_repo_id, revision) -> Path:
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
-            f"{name} is no folder, and the hub repository of that name could not be fetched: {error}"
+            f"{name} is no folder, and no hub repository of that name can be fetched: {error}"
         ) from error
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import os
+import sys
 import types
 import typing
 from typing import Any, ClassVar
@@ -24,8 +24,8 @@ AttentionPlan = dict[str, Any] | list[dict[str, Any]] | None
 class Config(PreTrainedConfig):
     """Fields that FLA's configs share. A family adds its own as annotated class attributes.
 
-    Unknown keys of a ``config.json`` are kept and written back. ``deprecated`` maps old key names to
-    today's. ``switches`` are FLA's implementation switches: checked, kept, without effect here.
+    Unknown keys of a ``config.json`` are kept and written back. ``deprecated`` maps old key names
+    to today's. FLA's implementation switches are checked and kept, without effect here.
 
     Raises:
         ValueError: a field of the wrong type or an impossible value, all of them in one message.
@@ -167,7 +167,7 @@ def _normalise_one(spec: dict[str, Any], depth: int, claimed: set[int]) -> dict[
     if not isinstance(spec["qkv_bias"], bool):
         raise ValueError(f"attn field 'qkv_bias' must be a bool, got {spec['qkv_bias']!r}")
     theta = spec["rope_theta"]
-    if not _fits(theta, float) or not math.isfinite(theta) or theta <= 0:
+    if not _fits(theta, float) or not 0 < theta <= sys.float_info.max:
         raise ValueError(f"attn field 'rope_theta' must be positive and finite, got {theta!r}")
     return spec
 

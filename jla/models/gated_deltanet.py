@@ -12,7 +12,7 @@ from jla.ops.norm import GATES
 
 
 class GatedDeltaNetConfig(HybridConfig):
-    """FLA's ``GatedDeltaNetConfig``; see :class:`jla.layers.GatedDeltaNet` for the mixer's fields."""
+    """FLA's config; see :class:`jla.layers.GatedDeltaNet` for the mixer's fields."""
 
     model_type = "gated_deltanet"
     deprecated: ClassVar[dict[str, str]] = {"use_output_gate": "use_gate"}

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from helpers import assert_close
 from safetensors.numpy import load, save_file
 
 from golden import draws
-from helpers import assert_close
 
 HERE = Path(__file__).parent
 
@@ -112,6 +112,14 @@ def names(kind: str, pattern: str = "*") -> list[str]:
     """The cases of a kind, ``"model"`` or ``"layer"``, that the repository carries."""
     found = (path.name.removesuffix(".npz.xz") for path in (HERE / kind).glob("*.npz.xz"))
     return sorted(name for name in found if fnmatch.fnmatch(name, pattern))
+
+
+@functools.cache
+def fla_api(kind: str) -> dict[str, dict[str, Any]]:
+    """What flash-linear-attention's classes take: ``kind`` is ``"config"`` (by ``model_type``; with
+    ``cls`` and ``json``, the default config as it is saved) or ``"layer"`` (by class; ``init``)."""
+    lines = (HERE / "fla_api.jsonl").read_text(encoding="utf-8").splitlines()
+    return {row[kind]: row for row in map(json.loads, lines) if kind in row}
 
 
 @functools.cache

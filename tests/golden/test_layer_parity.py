@@ -3,7 +3,6 @@
 import functools
 import json
 
-import golden
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +11,7 @@ from flax import nnx
 from helpers import assert_close
 from safetensors.numpy import load_file
 
+import golden
 import jla.layers
 from jla import convert
 from jla.ops import segment_ids_from_cu_seqlens

@@ -5,7 +5,6 @@ All of it is float32 and within each case's tolerance; see the README of the gol
 
 import functools
 
-import golden
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +12,13 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+import golden
 from jla import convert
 from jla.models import AutoModelForCausalLM
 from jla.ops import segment_ids_from_cu_seqlens
 
 CASES = golden.names("model")
-# Scanning is the skeleton's business, not the family's: two families stand for all in the fast slice.
+# Scanning is the skeleton's business, not the family's: two stand for all in the fast slice.
 # Attention residuals never scan.
 FAST_SCANNED = ("gated_deltanet__hybrid", "transformer__base")
 SCANNED = [

@@ -1,6 +1,7 @@
 """Makes the copy of the golden files that the repository carries from the full archives.
 
     python tests/golden/trim.py FOLDER_WITH_THE_ARCHIVES [PATTERN ...]
+    python tests/golden/trim.py --api FILE_WITH_ALL_SIGNATURES
 
 Kept exactly, as float32: the config, the weights, the inputs, and of every recorded result a few
 rows and columns. Nothing is rounded.
@@ -25,6 +26,7 @@ import golden  # noqa: E402
 from golden import draws  # noqa: E402
 
 HERE = Path(__file__).parent
+SERIALISED = "serialised_default_config_json"
 ARCHIVES = {"model": "fla-models.tar.xz", "layer": "fla-layers.tar.xz"}
 PATTERNS = [
     "model/gated_deltanet__*",
@@ -131,6 +133,17 @@ def verify(case: str, files: dict[str, bytes]) -> None:
             assert ours[name].dtype == value.dtype and np.array_equal(ours[name], value), name
 
 
+def trim_api(source: str) -> None:
+    """Of flash-linear-attention's signatures, what the tests compare with: one entry per line."""
+    api = json.loads(Path(source).read_text())
+    lines = [
+        json.dumps({"config": name, "cls": each["cls"], "json": each[SERIALISED]})
+        for name, each in api["configs"].items()
+    ]
+    lines += [json.dumps({"layer": k, "init": v["init"]}) for k, v in api["layers"].items()]
+    (HERE / "fla_api.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def main(folder: str, *patterns: str) -> None:
     for kind, archive in ARCHIVES.items():
         wanted = [p for p in patterns or PATTERNS if p.startswith(kind)]
@@ -143,4 +156,4 @@ def main(folder: str, *patterns: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    trim_api(sys.argv[2]) if sys.argv[1] == "--api" else main(*sys.argv[1:])

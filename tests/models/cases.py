@@ -1,0 +1,198 @@
+"""The table of models that the contract suite asks, and the functions it asks them through.
+
+Compiling takes nearly all of a test's time. Every question is therefore put to one of two compiled
+functions per row, in shapes that the questions share: :meth:`Runner.probe` (loss, logits, all
+gradients) and :meth:`Runner.step` (a piece of a row, with a cache).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from helpers import random
+
+from jla.models import AutoModelForCausalLM, Config, GatedDeltaNetConfig, TransformerConfig
+
+BATCH, LENGTH, VOCAB = 4, 33, 61
+
+_shared: dict[str, Any] = dict(
+    hidden_size=24, intermediate_size=40, vocab_size=VOCAB, initializer_range=0.2
+)
+# K = 6, V = 9 and twice as many heads for values.
+_delta = _shared | dict(num_heads=2, num_v_heads=4, head_dim=6, expand_v=1.5)
+_window = dict(num_heads=4, num_kv_heads=2, window_size=5)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of :data:`MODELS`.
+
+    Attributes:
+        config: of a small model with sizes that hide little.
+        fast: whether questions that cost much are asked in the fast slice too.
+        cannot: question -> reason.
+    """
+
+    config: Config
+    fast: bool = False
+    cannot: Mapping[str, str] = field(default_factory=dict)
+
+
+MODELS: dict[str, Row] = {
+    "gated_deltanet": Row(GatedDeltaNetConfig(num_hidden_layers=2, **_delta)),
+    "gated_deltanet-hybrid": Row(
+        GatedDeltaNetConfig(
+            num_hidden_layers=2,
+            attn={"layers": [1], "rope_theta": 50.0, **_window},
+            **_delta,
+        ),
+        fast=True,
+    ),
+    # The largest combination: a list of plans, attention residuals, a tied head, every option.
+    "gated_deltanet-all": Row(
+        GatedDeltaNetConfig(
+            num_hidden_layers=3,
+            attn=[
+                {"layers": [1], "qkv_bias": True, **_window},
+                {"layers": [2], "num_heads": 2, "rope_theta": 20.0},
+            ],
+            attnres_block_size=2,
+            tie_word_embeddings=True,
+            use_gate=False,
+            use_short_conv=False,
+            allow_neg_eigval=True,
+            hidden_act="powlu",
+            use_l2warp=True,
+            **_delta,
+        ),
+    ),
+    "transformer": Row(
+        TransformerConfig(
+            num_hidden_layers=2, num_heads=4, num_kv_heads=2, qk_norm=True, qkv_bias=True, **_shared
+        ),
+    ),
+    "transformer-window": Row(
+        TransformerConfig(
+            num_hidden_layers=2,
+            num_heads=3,
+            window_size=5,
+            rope_theta=None,
+            tie_word_embeddings=True,
+            **_shared,
+        ),
+    ),
+}
+FAST = [name for name, row in MODELS.items() if row.fast]
+
+
+def build(config: Config, **options):
+    """A model with random parameters, none at its initial 0 or 1, made without compiling."""
+    from_config = AutoModelForCausalLM.from_config
+    model = nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0), **options))
+    rng = np.random.default_rng(1)
+
+    def value(path, leaf):
+        center, width = (1.0, 0.2) if path[-1] == "scale" else (0.0, 0.2)
+        drawn = center + width * rng.standard_normal(leaf.shape)
+        return leaf.replace(jnp.asarray(drawn, leaf.dtype))
+
+    graphdef, state = nnx.split(model)
+    flat = nnx.to_flat_state(state)
+    return nnx.merge(graphdef, nnx.from_flat_state([(p, value(p, leaf)) for p, leaf in flat]))
+
+
+class Runner:
+    """A model with its compiled functions.
+
+    Attributes:
+        model: the model.
+        state: its parameters, what the functions take first.
+    """
+
+    def __init__(self, config: Config, **options):
+        self.config = config
+        self.model = build(config, **options)
+        self.graphdef, self.state = nnx.split(self.model)
+        self.probe = jax.jit(self._probe)
+        self.step = jax.jit(self._step)
+
+    def _probe(self, state, embeds, segment_ids, labels):
+        """``(loss, logits), (gradients of parameters, of embeds)``."""
+
+        def loss(state, embeds):
+            model = nnx.merge(self.graphdef, state)
+            out = model(inputs_embeds=embeds, segment_ids=segment_ids, labels=labels)
+            return out.loss, out.logits
+
+        grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        return grad(state, embeds)
+
+    def _step(self, state, input_ids, segment_ids, cache):
+        out = nnx.merge(self.graphdef, state)(input_ids, segment_ids=segment_ids, cache=cache)
+        return out.logits, out.cache
+
+    def embed(self, ids) -> np.ndarray:
+        """Rows of the embeddings as numpy, ``[B, T, D]``."""
+        return np.asarray(self.model.model.embeddings.embedding[...])[ids]
+
+
+@functools.cache
+def runner(name: str, **options) -> Runner:
+    """The row's runner, made once per process."""
+    return Runner(MODELS[name].config, **options)
+
+
+def tokens(seed: int, shape) -> np.ndarray:
+    """Random ids of the vocabulary, int32."""
+    return np.random.default_rng(seed).integers(0, VOCAB, shape, dtype=np.int32)
+
+
+def noise(shape) -> np.ndarray:
+    """Large random content for padding, float32."""
+    return random(99, shape, scale=30.0)
+
+
+def place(spans, shape=(BATCH, LENGTH)) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Lays documents out in rows.
+
+    Args:
+        spans: per document ``(row, columns)``, columns a slice or an array of positions.
+
+    Returns:
+        ``segment_ids`` (document i has id i + 1, the rest is padding) and for every document its
+        flat positions.
+    """
+    ids = np.zeros(shape, np.int32)
+    where = []
+    for i, (row, columns) in enumerate(spans):
+        at = np.arange(shape[1])[columns]
+        ids[row, at] = i + 1
+        where.append(row * shape[1] + at)
+    return ids, where
+
+
+def fill(documents, where, rest: np.ndarray) -> np.ndarray:
+    """``rest [B, T, ...]`` with each document's values at its positions."""
+    out = rest.reshape(-1, *rest.shape[2:]).copy()
+    for values, at in zip(documents, where, strict=True):
+        out[at] = values
+    return out.reshape(rest.shape)
+
+
+def read(x, where) -> list[np.ndarray]:
+    """Each document's part of ``x [B, T, ...]``."""
+    flat = np.asarray(x).reshape(-1, *np.shape(x)[2:])
+    return [flat[at] for at in where]
+
+
+def forward(model, *args, **kwargs):
+    """One jitted call of a model, compiled anew: for shapes that only one question needs."""
+    graphdef, state = nnx.split(model)
+    return jax.jit(lambda state, a, k: nnx.merge(graphdef, state)(*a, **k))(state, args, kwargs)

@@ -1,0 +1,213 @@
+"""Configs: FLA's fields and defaults, what they refuse, and their way through JSON."""
+
+import inspect
+import json
+
+import golden
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jla.layers
+from jla.models import MODELS, AutoModelForCausalLM, GatedDeltaNetConfig, TransformerConfig
+
+FAMILIES = list(MODELS)
+HYBRIDS = [name for name, cls in MODELS.items() if hasattr(cls.model_class.config_class, "attn")]
+LAYERS = [name for name in golden.fla_api("layer") if hasattr(jla.layers, name)]
+
+
+def config_class(family):
+    return MODELS[family].model_class.config_class
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fields_and_defaults_are_fla_s(family):
+    """The default config is saved with FLA's keys and values."""
+    fla = golden.fla_api("config")[family]
+    assert config_class(family).__name__ == fla["cls"]
+    assert config_class(family).model_type == family
+    ours = json.loads(config_class(family)().to_json_string(use_diff=True))
+    assert ours.pop("transformers_version")
+    expected = {k: v for k, v in fla["json"].items() if k != "transformers_version"}
+    assert ours == expected
+    assert {k: type(v) for k, v in ours.items()} == {k: type(v) for k, v in expected.items()}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_arguments_of_mixers_are_fla_s(name):
+    """Names, order and defaults; JAX's own arguments are keyword-only behind them."""
+    parameters = inspect.signature(getattr(jla.layers, name).__init__).parameters.values()
+    ours = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
+    del ours["self"]
+    fla = {k: v for k, v in golden.fla_api("layer")[name]["init"].items() if k[0] != "*"}
+    assert list(ours) == list(fla)
+    assert ours == fla
+    assert all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
+
+
+@pytest.mark.parametrize("name", golden.names("model"))
+def test_a_golden_config_survives(name, tmp_path):
+    """Read, saved, read again: the same keys and values as FLA wrote."""
+    case = golden.load_case("model", name)
+    text = json.loads((case.folder / "config.json").read_text())
+    config = config_class(text["model_type"]).from_pretrained(case.folder)
+    config.save_pretrained(tmp_path)
+    back = json.loads((tmp_path / "config.json").read_text())
+    assert back.pop("transformers_version") and text.pop("transformers_version")
+    assert back == text
+    again = config_class(text["model_type"]).from_pretrained(tmp_path)
+    again.transformers_version = config.transformers_version
+    assert again == config and hash(again) == hash(config)
+
+
+WRONG = {
+    "hidden_size": (["64", 64.0, None, True, 0, -1], "hidden_size must be"),
+    "vocab_size": ([0, "many"], "vocab_size must be"),
+    "intermediate_size": ([0, 1.5], "intermediate_size must be"),
+    "num_hidden_layers": ([-1, 2.0, None], "num_hidden_layers must"),
+    "norm_eps": (["small", None], "norm_eps must be float"),
+    "tie_word_embeddings": ([1, None, "no"], "tie_word_embeddings must be bool"),
+    "eos_token_id": ([1.5, [1, "2"]], "eos_token_id must be int"),
+    "attnres_block_size": ([0, 3, -2, 2.0], "attnres_block_size must be"),
+    "num_heads": ([2.0, "2", None], "num_heads must be int"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("field", list(WRONG))
+def test_impossible_values_name_field_value_and_what_is_accepted(family, field):
+    values, message = WRONG[field]
+    for value in values:
+        with pytest.raises(ValueError, match=message) as error:
+            config_class(family)(**{field: value})
+        assert repr(value) in str(error.value)
+        assert config_class(family).__name__ in str(error.value)
+
+
+def test_all_problems_come_at_once():
+    with pytest.raises(ValueError) as error:
+        GatedDeltaNetConfig(hidden_size=0, vocab_size=-1, output_gate_activation="relu")
+    for name in ("hidden_size", "vocab_size", "output_gate_activation"):
+        assert name in str(error.value)
+    assert "['sigmoid', 'silu', 'swish']" in str(error.value)
+
+
+def test_values_that_exclude_each_other():
+    with pytest.raises(ValueError, match="fuse_cross_entropy and fuse_linear_cross_entropy"):
+        TransformerConfig(fuse_cross_entropy=True, fuse_linear_cross_entropy=True)
+    TransformerConfig(fuse_cross_entropy=False, fuse_linear_cross_entropy=True)
+
+
+ATTENTION = {"layers": [0, 2], "num_heads": 4}
+
+
+def test_attention_of_hybrids_is_filled_in_as_fla_does():
+    given = {**ATTENTION, "layers": (0, 2), "note": "kept"}
+    config = GatedDeltaNetConfig(num_hidden_layers=3, attn=given)
+    filled = {
+        "layers": [0, 2],
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "qkv_bias": False,
+        "window_size": None,
+        "rope_theta": 10000.0,
+        "note": "kept",
+    }
+    assert config.attn == filled
+    assert given == {**ATTENTION, "layers": (0, 2), "note": "kept"}, "the input was changed"
+    assert config.attention_at(1) is None and config.attention_at(2) == filled
+    listed = GatedDeltaNetConfig(num_hidden_layers=3, attn=[given])
+    assert listed.attn == [filled] and listed.attention_at(0) == filled
+    assert GatedDeltaNetConfig(attn=[]).attn == []
+    config.attn = None  # assignments are checked too
+    assert config.attention_at(0) is None
+    with pytest.raises(ValueError, match="layer 3"):
+        config.attn = {**ATTENTION, "layers": [3]}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize(
+    ("attn", "message"),
+    [
+        ({"num_heads": 4}, "layers"),
+        ({"layers": [0]}, "num_heads"),
+        ({**ATTENTION, "layers": 0}, "layers"),
+        ({**ATTENTION, "layers": [0.0]}, "layers"),
+        ({**ATTENTION, "layers": [True]}, "layers"),
+        ({**ATTENTION, "layers": [0, 3]}, "layer 3"),
+        ({**ATTENTION, "layers": [-1]}, "layer -1"),
+        ({**ATTENTION, "layers": [1, 1]}, "layer 1 twice"),
+        ([ATTENTION, {"layers": [2], "num_heads": 2}], "layer 2 twice"),
+        ({**ATTENTION, "num_heads": 0}, "num_heads"),
+        ({**ATTENTION, "num_heads": "4"}, "num_heads"),
+        ({**ATTENTION, "num_kv_heads": True}, "num_kv_heads"),
+        ({**ATTENTION, "qkv_bias": 1}, "qkv_bias"),
+        ({**ATTENTION, "window_size": 0}, "window_size"),
+        ({**ATTENTION, "window_size": 2.0}, "window_size"),
+        ({**ATTENTION, "rope_theta": 0}, "rope_theta"),
+        ({**ATTENTION, "rope_theta": float("inf")}, "rope_theta"),
+        ({**ATTENTION, "rope_theta": 10**400}, "rope_theta"),
+        ({**ATTENTION, "rope_theta": None}, "rope_theta"),
+        ("all", "attn must be"),
+        ([3], "attn must be"),
+        (2, "attn must be"),
+    ],
+)
+def test_attention_of_hybrids_is_checked(family, attn, message):
+    with pytest.raises(ValueError, match=message):
+        config_class(family)(num_hidden_layers=3, attn=attn)
+
+
+def test_old_key_names_are_read():
+    """S21: FLA once called use_gate use_output_gate."""
+    config = GatedDeltaNetConfig.from_dict({"use_output_gate": False})
+    assert config.use_gate is False
+    assert "use_output_gate" not in config.to_dict()
+
+
+def test_unknown_keys_survive(tmp_path):
+    config = TransformerConfig(num_heads=2, our_note={"a": [1, 2]})
+    config.save_pretrained(tmp_path)
+    back = TransformerConfig.from_pretrained(tmp_path)
+    assert back.our_note == {"a": [1, 2]} and back.num_heads == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equality_and_hash(family):
+    cls = config_class(family)
+    assert cls(hidden_size=32) == cls(hidden_size=32) != cls(hidden_size=64)
+    assert hash(cls(hidden_size=32)) == hash(cls(hidden_size=32))
+    assert len({cls(norm_eps=eps) for eps in (1e-5, 1e-6, 1e-5)}) == 2
+
+
+def test_a_changed_field_compiles_another_program():
+    """A config is static: models that differ in one number must not share a compiled function."""
+    models = [
+        nnx.eval_shape(
+            lambda eps=eps: AutoModelForCausalLM.from_config(
+                TransformerConfig(
+                    hidden_size=8, num_heads=1, num_hidden_layers=1, vocab_size=5, norm_eps=eps
+                ),
+                rngs=nnx.Rngs(0),
+            )
+        )
+        for eps in (1e-5, 1e-2, 1e-5)
+    ]
+    graphdefs = [nnx.split(model)[0] for model in models]
+    assert graphdefs[0] == graphdefs[2] != graphdefs[1]
+
+
+def test_a_family_is_found_by_its_config():
+    config = TransformerConfig(hidden_size=8, num_heads=1, num_hidden_layers=1, vocab_size=5)
+    model = nnx.eval_shape(
+        lambda: AutoModelForCausalLM.from_config(
+            config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16, scan_layers=True
+        )
+    )
+    assert type(model) is MODELS["transformer"]
+    assert model.lm_head.kernel.dtype == jnp.bfloat16
+    config.model_type = "retnet_of_tomorrow"
+    with pytest.raises(ValueError, match="gated_deltanet.*got 'retnet_of_tomorrow'"):
+        AutoModelForCausalLM.from_config(config, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="from_pretrained"):
+        AutoModelForCausalLM()
