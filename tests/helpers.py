@@ -14,8 +14,9 @@ import numpy as np
 # pass twice; every bug this suite was tried on is off by 1e-3 and more. Narrow dtypes: a few units
 # in the last place (2^-8, 2^-11). Float64: its room above float32 is what oracles need.
 TOLERANCE = {"float64": 1e-9, "float32": 3e-5, "bfloat16": 3e-2, "float16": 4e-3}
-# An expected array of (almost) only zeros is compared as if its largest entry were this.
-FLOOR = 1e-3
+# An expected array of (almost) only zeros is compared as if its largest entry were this: what is
+# zero by cancellation (the gradient of a softmax over one key) is off by rounding of its parts.
+FLOOR = 0.1
 
 
 def _wide(x) -> np.ndarray:

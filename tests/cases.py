@@ -1,0 +1,95 @@
+"""The table of mixers that the contract suite asks, one row each.
+
+A row says how to build a small mixer with odd sizes (3 heads, K != V, groups). A question that a
+row cannot answer stands in ``cannot`` with the reason; the suite turns it into a strict expected
+failure, so a fix shows up at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jla.layers import Attention, GatedDeltaNet, TokenMixer
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """One row of :data:`MIXERS`.
+
+    Attributes:
+        build: ``build(rngs=..., dtype=..., param_dtype=..., impl=...)`` makes the mixer.
+        other_impl: an implementation that ``"auto"`` does not take at the suite's lengths.
+        meaningful: the part of a cache that later tokens can see, the rest set to 0.
+        cannot: question -> reason.
+    """
+
+    build: Callable[..., TokenMixer]
+    other_impl: str = "reference"
+    meaningful: Callable = lambda cache: cache
+    cannot: Mapping[str, str] = field(default_factory=dict)
+
+
+def filled_slots(cache):
+    """An attention cache whose empty slots are 0: a document's end leaves old keys behind."""
+    slots = jnp.arange(cache["k"].shape[1])
+    filled = (slots < cache["length"][:, None])[..., None, None]
+    return {**cache, "k": jnp.where(filled, cache["k"], 0), "v": jnp.where(filled, cache["v"], 0)}
+
+
+HIDDEN = 24
+
+_delta = partial(GatedDeltaNet, HIDDEN, num_heads=3, head_dim=8)
+_attention = partial(Attention, HIDDEN)
+_softmax = partial(Mixer, other_impl="chunk", meaningful=filled_slots)
+
+MIXERS: dict[str, Mixer] = {
+    "gdn": Mixer(partial(_delta, expand_v=1.5, num_v_heads=6)),
+    "gdn-plain": Mixer(partial(_delta, expand_v=0.5, use_gate=False, use_short_conv=False)),
+    "gdn-options": Mixer(
+        partial(
+            _delta,
+            expand_v=2,
+            allow_neg_eigval=True,
+            conv_size=3,
+            conv_bias=True,
+            output_gate_activation="sigmoid",
+        )
+    ),
+    "attention": _softmax(partial(_attention, num_heads=6, num_kv_heads=3, qkv_bias=True)),
+    "attention-window": _softmax(
+        partial(_attention, num_heads=3, num_kv_heads=1, window_size=4, qk_norm=True)
+    ),
+    "attention-nope": _softmax(partial(_attention, num_heads=3, rope_theta=None)),
+}
+
+
+def build(row: str, **options) -> TokenMixer:
+    """The row's mixer, with every parameter moved off its initial value (zeros, ones)."""
+    mixer = MIXERS[row].build(rngs=nnx.Rngs(1), **options)
+    state = nnx.state(mixer, nnx.Param)
+    leaves, treedef = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    moved = [
+        leaf + 0.2 * jax.random.normal(key, leaf.shape).astype(leaf.dtype)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    nnx.update(mixer, jax.tree.unflatten(treedef, moved))
+    return mixer
+
+
+def rows(question: str, table: Mapping[str, Mixer] = MIXERS):
+    """``parametrize`` over the table; a row that cannot answer is a strict expected failure."""
+
+    def param(name, case):
+        reason = case.cannot.get(question)
+        marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
+        return pytest.param(name, marks=marks, id=name)
+
+    return pytest.mark.parametrize("row", [param(name, case) for name, case in table.items()])

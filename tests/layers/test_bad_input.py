@@ -1,0 +1,163 @@
+"""Mixers name the argument, what was given and what is accepted; nothing is half done."""
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import HIDDEN, rows
+from flax import nnx
+from helpers import random
+
+from jla.layers import Attention, GatedDeltaNet
+
+B, T = 3, 5
+
+CALLS = {
+    "width": (lambda x: ((x[..., :7],), {}), r"inputs_q must be \[..., T, 24\], got .*5, 7\)"),
+    "rank": (lambda x: ((x[0, 0],), {}), r"inputs_q must be \[..., T, 24\], got shape \(24,\)"),
+    "no token": (lambda x: ((x[:, :0],), {}), r"inputs_q must not be empty, got .*\(3, 0, 24\)"),
+    "no row": (lambda x: ((x[:0],), {}), r"inputs_q must not be empty, got shape \(0, 5, 24\)"),
+    "other keys": (lambda x: ((x, x + 0), {}), "inputs_k must be inputs_q itself or None"),
+    "other values": (lambda x: ((x, x, x + 0), {}), "inputs_v must be inputs_q itself or None"),
+    "future": (lambda x: ((x,), {"mask": np.ones((T, T))}), "mask is not causal"),
+    "weights": (lambda x: ((x,), {"sow_weights": True}), "sow_weights=True: .*no attention weig"),
+    "positions twice": (
+        lambda x: ((x,), {"positions": np.arange(T), "input_positions": np.arange(T)}),
+        "give positions or input_positions, not both",
+    ),
+    "shape of ids": (
+        lambda x: ((x,), {"segment_ids": np.ones((B, 4), int)}),
+        r"segment_ids must be \(3, 5\), got \(3, 4\)",
+    ),
+    "ids of one row": (
+        lambda x: ((x,), {"segment_ids": np.ones(T, int)}),
+        r"segment_ids must be \(3, 5\), got \(5,\)",
+    ),
+    "negative ids": (
+        lambda x: ((x,), {"segment_ids": np.full((B, T), -2)}),
+        r"segment_ids must be >= 0 .*got a smallest id of -2",
+    ),
+}
+
+
+@rows("bad calls")
+def test_a_bad_call_is_named(row):
+    mixer = cases.build(row)
+    x = random(0, (B, T, HIDDEN))
+    for name, (make, message) in CALLS.items():
+        args, options = make(jnp.asarray(x))
+        with pytest.raises(ValueError, match=message):
+            mixer(*args, **options)
+            pytest.fail(name)
+    with pytest.raises(TypeError, match="segment_ids must be integers .*float32"):
+        mixer(x, segment_ids=np.ones((B, T), np.float32))
+
+
+@rows("bad calls")
+def test_a_cache_of_another_mixer_or_batch_is_named(row):
+    mixer = cases.build(row)
+    x = random(0, (B, T, HIDDEN))
+    cache = mixer.new_cache(B, 8)
+    for batch in (1, 2, 6):
+        with pytest.raises(ValueError, match=f"with a batch of {B} needs"):
+            mixer(x, cache=mixer.new_cache(batch, 8))
+    with pytest.raises(ValueError, match="cache does not belong to .*its entries are"):
+        mixer(x, cache={**cache, "more": jnp.zeros(B)})
+    with pytest.raises(ValueError, match="cache does not belong to .*its entries are tuple"):
+        mixer(x, cache=(cache,))
+    for name, other in cases.MIXERS.items():
+        stranger = other.build(rngs=nnx.Rngs(0)).new_cache(B, 8)
+        same = jax.tree.map(jnp.shape, stranger) == jax.tree.map(jnp.shape, cache)
+        growing = name.startswith("attention") and row.startswith("attention")
+        if same or growing:
+            continue
+        with pytest.raises(ValueError, match="cache"):
+            mixer(x, cache=stranger)
+
+
+@rows("bad calls")
+def test_a_refused_call_leaves_the_decoding_cache_alone(row):
+    mixer = cases.build(row)
+    x = random(0, (B, T, HIDDEN))
+    mixer.init_cache((B, 8, HIDDEN))
+    mixer(x[:, :2], decode=True)
+    before = jax.tree.map(np.asarray, nnx.state(mixer, nnx.Cache))
+    with pytest.raises(ValueError, match="with a batch of 2 needs"):
+        mixer(x[:2], decode=True)
+    with pytest.raises(ValueError, match="segment_ids"):
+        mixer(x, decode=True, segment_ids=np.full((B, T), -1))
+    after = nnx.state(mixer, nnx.Cache)
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
+
+
+CONSTRUCTORS = {
+    "v heads": (
+        GatedDeltaNet,
+        dict(num_heads=4, num_v_heads=6),
+        "num_v_heads=6 must be a multiple of num_heads=4",
+    ),
+    "expansion": (
+        GatedDeltaNet,
+        dict(head_dim=8, expand_v=0.3),
+        "expand_v=0.3 times head_dim=8 must be a whole number",
+    ),
+    "mode": (GatedDeltaNet, dict(mode="scan"), "mode must be 'chunk' or 'fused_recurrent', got"),
+    "gate": (
+        GatedDeltaNet,
+        dict(output_gate_activation="relu"),
+        r"activation must be one of \['sigmoid', 'silu', 'swish'\], got 'relu'",
+    ),
+    "taps": (GatedDeltaNet, dict(conv_size=0), "kernel_size must be at least 1, got 0"),
+    "hidden size": (
+        Attention,
+        dict(hidden_size=25, num_heads=3),
+        "hidden_size=25 must be a multiple of num_heads=3",
+    ),
+    "kv heads": (
+        Attention,
+        dict(num_heads=6, num_kv_heads=4),
+        "num_heads=6 must be a multiple of num_kv_heads=4",
+    ),
+    "window": (Attention, dict(num_heads=3, window_size=0), "window_size must be at least 1"),
+    "odd head": (
+        Attention,
+        dict(hidden_size=9, num_heads=3),
+        "rotary positions need an even head size, got 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_a_bad_constructor_is_named(name):
+    cls, options, message = CONSTRUCTORS[name]
+    with pytest.raises(ValueError, match=message):
+        cls(**{"hidden_size": HIDDEN, **options}, rngs=nnx.Rngs(0))
+
+
+@rows("unknown impl")
+def test_an_unknown_impl_is_named(row):
+    mixer = cases.build(row, impl="triton")
+    with pytest.raises(ValueError, match="impl of .* must be 'auto' or one of .*got 'triton'"):
+        mixer(random(0, (B, T, HIDDEN)))
+
+
+def test_attention_needs_to_know_how_long_its_cache_is():
+    with pytest.raises(ValueError, match="new_cache needs max_length"):
+        cases.build("attention").new_cache(B)
+    with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
+        cases.build("attention").new_cache(B, 0)
+
+
+def test_a_document_beyond_the_cache_gives_nan_and_never_other_numbers():
+    """Lengths are traced, so they cannot raise; the row that fits keeps its numbers."""
+    mixer = cases.build("attention")
+    x = random(0, (2, T, HIDDEN))
+    ids = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], np.int32)
+    call = nnx.jit(lambda m, x, ids, cache: m(x, segment_ids=ids, cache=cache))
+    y, cache = call(mixer, x, ids, mixer.new_cache(2, 4))
+    want, _ = call(mixer, x, ids, mixer.new_cache(2, 8))
+    assert np.all(np.isnan(y[0]))
+    assert np.allclose(y[1], want[1], atol=1e-5)
+    y, _ = call(mixer, x[:, :1], ids[:, :1], cache)
+    assert np.all(np.isnan(y[0])) and np.all(np.isfinite(y[1]))
