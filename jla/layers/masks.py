@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 def padding_from_mask(mask, batch: int, length: int) -> jax.Array:
@@ -66,14 +67,16 @@ def known_value(x) -> np.ndarray | None:
     anything else. What it was made of can still be run here and now, which is what this does;
     where a JAX version does not tell what a tracer was made of, the answer is None.
     """
-    if not isinstance(x, jax.core.Tracer):
+    if not isinstance(x, Tracer):
         return np.asarray(x)
     primal = getattr(x, "primal", None)
     if primal is not None and primal is not x:
         return known_value(primal)
     made_by = getattr(x, "parent", None)
-    if made_by is None:
-        return None
+    if made_by is None:  # an argument, or a constant of the traced function
+        look_up = getattr(getattr(x, "_trace", None), "get_const", None)
+        constant = None if look_up is None else look_up(x)
+        return None if constant is None else known_value(constant)
     inputs = [known_value(each) for each in made_by.in_tracers]
     if any(each is None for each in inputs):
         return None
