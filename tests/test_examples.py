@@ -1,0 +1,122 @@
+"""The examples and benchmarks run: their parts in small, and all of the demo in the slow tests."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import assert_close
+
+import corpus
+import train_tiny
+from benchmarks import cases, run
+from flax_block import TinyGPT, gated_deltanet, softmax_attention
+from jla.models import AutoModelForCausalLM
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return AutoModelForCausalLM.from_pretrained(train_tiny.CHECKPOINT, dtype=jnp.float32)
+
+
+def test_held_out_topics_are_not_quoted_by_the_training_text():
+    width = 50
+
+    def stretches(documents):
+        texts = (" ".join(corpus.decode(each).split()) for each in documents)
+        return {text[i : i + width] for text in texts for i in range(len(text) - width)}
+
+    held_out = stretches(corpus.held_out_documents())
+    shared = held_out & stretches(corpus.training_documents())
+    assert len(shared) < 0.02 * len(held_out)
+
+
+def test_packing_keeps_every_token_in_order():
+    documents = [np.arange(1, n + 1, dtype=np.int32) for n in (3, 9, 1, 4)]
+    ids, segment_ids = corpus.pack(documents, 5)
+    assert ids.shape == segment_ids.shape == (4, 5)
+    np.testing.assert_array_equal(ids[segment_ids > 0], np.concatenate(documents))
+    assert segment_ids.tolist() == [
+        [1, 1, 1, 2, 2],
+        [1, 1, 1, 1, 1],
+        [1, 1, 2, 3, 3],
+        [1, 1, 0, 0, 0],
+    ]
+
+
+def test_shipped_checkpoint_is_small_and_predicts_held_out_text(shipped):
+    assert sum(path.stat().st_size for path in train_tiny.CHECKPOINT.iterdir()) <= 2_000_000
+    document = corpus.held_out_documents()[corpus.HELD_OUT.index("global")]
+    unigram = corpus.unigram_bits_per_byte(corpus.training_documents(), [document])
+    assert train_tiny.bits_per_byte(shipped, [document]) < 2.3 < unigram
+
+
+def test_bits_per_byte_of_packed_documents_is_that_of_each_alone(shipped):
+    documents = [
+        corpus.encode(text) for text in ("for x in y:", "while True:", "import this, then")
+    ]
+    sizes = [len(each) - 2 for each in documents]
+    alone = [train_tiny.bits_per_byte(shipped, [each]) for each in documents]
+    together = train_tiny.bits_per_byte(shipped, documents)
+    assert_close(together, np.average(alone, weights=sizes), dtype="float32")
+
+
+def test_training_is_reproducible_and_lowers_the_loss(monkeypatch, tmp_path):
+    monkeypatch.setattr(train_tiny, "LENGTH", 64)
+    config = train_tiny.tiny_config()
+    config.hidden_size, config.num_hidden_layers, config.intermediate_size = 32, 1, 48
+    losses = []
+    for _ in range(2):
+        model = train_tiny.GatedDeltaNetForCausalLM(config, rngs=nnx.Rngs(0))
+        optimizer = train_tiny.make_optimizer(model, 12, 4e-3)
+        losses.append(train_tiny.train(model, optimizer, corpus.training_documents(), 12))
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
+    train_tiny.save(model, tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.model.embeddings.embedding.dtype == jnp.bfloat16
+    assert again.model.layers[0].attn.A_log.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("make", [softmax_attention, gated_deltanet])
+def test_flax_model_runs_with_either_attention(make):
+    model = TinyGPT(make, vocabulary=32, length=16, blocks=1, rngs=nnx.Rngs(0))
+    logits = nnx.jit(model)(jnp.arange(32).reshape(2, 16))
+    assert logits.shape == (2, 16, 32)
+    assert bool(jnp.isfinite(logits).all())
+
+
+@pytest.mark.parametrize("op", cases.OPS)
+def test_benchmark_writes_its_line(op):
+    case = next(case for case in cases.CASES.values() if case.op == op)
+    record = json.loads(json.dumps(run.measure(case, "auto", "float32", tiny=True)))
+    assert record["ok"], record
+    assert {"id", "op", "tag", "p", "impl", "fwd", "fb", "floor_fwd", "floor_fb"} <= set(record)
+    assert record["ran"] in run.summary(record)
+
+
+def test_floors_are_those_of_the_recorded_peers():
+    # From the tables that the peers were measured for.
+    known = {"gdn/A": (0.031, 0.107), "gdn/S": (0.032, 0.088), "attn/GQA": (1.392, 4.871)}
+    for name, expected in known.items():
+        case = cases.CASES[name]
+        assert_close(cases.floors(case.op, case.shape), expected, tol=0.02)
+
+
+def test_unknown_benchmark_is_named():
+    with pytest.raises(ValueError, match="gdn/Z"):
+        cases.select("gdn/A,gdn/Z")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_demo(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="__main__")
+    assert "logits are equal" in capsys.readouterr().out
