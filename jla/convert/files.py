@@ -9,6 +9,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -30,7 +31,7 @@ class Tensors(Mapping[str, np.ndarray]):
 
     def __init__(self, folder: Path):
         self._files = {name: folder / file for name, file in _locate(folder).items()}
-        self._open: tuple[Path, object] | None = None
+        self._open: tuple[Path, Any] | None = None
 
     def __getitem__(self, name: str) -> np.ndarray:
         path = self._files[name]

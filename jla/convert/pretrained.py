@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,8 @@ SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 Sharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
 
-def from_pretrained(
-    cls: type[CausalLM] | None,
+def from_pretrained[Model: CausalLM](
+    cls: type[Model] | None,
     folder_or_repo_id: str | os.PathLike,
     *,
     dtype=None,
@@ -37,7 +37,7 @@ def from_pretrained(
     sharding: Sharding | jax.sharding.Sharding | None = None,
     revision: str | None = None,
     **config_overrides: Any,
-) -> CausalLM:
+) -> Model:
     """Loads an FLA checkpoint.
 
     Args:
@@ -59,7 +59,7 @@ def from_pretrained(
     """
     folder = _folder(folder_or_repo_id, revision)
     settings = _read_config(folder) | config_overrides
-    family = lookup(settings.get("model_type"))
+    family = lookup(settings["model_type"])
     if cls is not None and not issubclass(family, cls):
         raise ValueError(f"{folder} holds a {family.__name__}, not a {cls.__name__}")
     config = family.model_class.config_class.from_dict(settings)
@@ -77,7 +77,7 @@ def from_pretrained(
         )
     )
     load_state_dict(model, tensors, keep_dtype=dtype is None, place=_placer(sharding))
-    return model
+    return cast(Model, model)
 
 
 def save_pretrained(

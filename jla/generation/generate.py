@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.core import Tracer
 
 from jla.generation.sampling import Sampling, choose, penalise_repetition
 from jla.models import CausalLM
@@ -161,7 +162,7 @@ def _prefill(model, input_ids, segment_ids, cache, penalty, stop) -> _Carry:
 
 def _choose(carry: _Carry, keys, sampling, penalty, stop: _Stop):
     logits = carry.logits
-    if penalty is not None:
+    if carry.seen is not None:
         logits = penalise_repetition(logits, carry.seen, penalty)
     if keys is not None:
         keys = jax.vmap(lambda key: jax.random.fold_in(key, carry.step))(keys)
@@ -231,7 +232,7 @@ def _stop(config, max_new_tokens, eos_token_id, pad_token_id, stream) -> _Stop:
 def _check_prompts(segment_ids, shape):
     if shape[1] == 0:
         raise ValueError(f"input_ids must have at least one token a row, got shape {shape}")
-    if segment_ids is None or isinstance(segment_ids, jax.core.Tracer):
+    if segment_ids is None or isinstance(segment_ids, Tracer):
         return
     empty = np.flatnonzero(~np.any(np.asarray(segment_ids) != 0, axis=1))
     if empty.size:
@@ -240,7 +241,7 @@ def _check_prompts(segment_ids, shape):
 
 def _check_room(model, cache, tokens):
     room = None if cache is None else model.model.room(cache)
-    if room is None or isinstance(room, jax.core.Tracer):
+    if room is None or isinstance(room, Tracer):
         return
     if int(np.min(np.asarray(room))) < tokens:
         raise ValueError(

@@ -54,7 +54,7 @@ def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
 
 def choose(logits: jax.Array, keys: jax.Array | None, sampling: Sampling | None) -> jax.Array:
     """The next token int32 ``[B]``: the likeliest without ``sampling``, else drawn, a key a row."""
-    if sampling is None:
+    if sampling is None or keys is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     filtered = filter_logits(logits.astype(jnp.float32), sampling)
     return jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -94,16 +96,24 @@ class Attention(TokenMixer):
         """See :meth:`TokenMixer.mix`; the cache holds keys, values and the document's length."""
         place = _Place.of(x.shape[:2], segment_ids, cache)
         q, k, v = self._heads(x, place.position if positions is None else positions)
-        options = dict(window_size=self.window_size, segment_ids=segment_ids, impl=self.impl)
+        attend = partial(
+            attention,
+            q,
+            k,
+            v,
+            window_size=self.window_size,
+            segment_ids=segment_ids,
+            impl=self.impl,
+        )
         if cache is None:
-            o, after = attention(q, k, v, **options), None
+            o, after = attend(), None
         elif x.shape[1] == 1:
             # Written first, then read: the cache need not be copied beside the new token.
             after = _write(cache, k, v, place)
             o = attend_past(q, _past(after, place.offset))
         else:
             past = _past(cache, cache["length"])
-            o, after = attention(q, k, v, past=past, **options), _write(cache, k, v, place)
+            o, after = attend(past=past), _write(cache, k, v, place)
         if after is not None and not self._may_wrap(after):
             overflow = after["length"] > after["k"].shape[1]
             o = jnp.where(overflow[:, None, None, None], jnp.nan, o)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,12 +97,12 @@ class GatedDeltaNet(TokenMixer):
         self.dt_bias = float32_param(init.step_size_bias(rngs.params(), (num_v_heads,)))
         self.use_short_conv = use_short_conv
         if use_short_conv:
-            conv = dict(param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+            conv: dict[str, Any] = dict(param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
             self.q_conv1d = ShortConvolution(widths["q"], conv_size, conv_bias, **conv)
             self.k_conv1d = ShortConvolution(widths["k"], conv_size, conv_bias, **conv)
             self.v_conv1d = ShortConvolution(value_dim, conv_size, conv_bias, **conv)
         self.use_gate = use_gate
-        norm = dict(eps=norm_eps, param_dtype=param_dtype)
+        norm: dict[str, Any] = dict(eps=norm_eps, param_dtype=param_dtype)
         if use_gate:
             self.g_proj = linear(hidden_size, value_dim)
             self.o_norm = GatedRMSNorm(self.head_v_dim, activation=output_gate_activation, **norm)
@@ -126,7 +127,7 @@ class GatedDeltaNet(TokenMixer):
             use_qk_l2norm=True,
             impl=self.impl,
         )
-        if self.use_gate:
+        if isinstance(self.o_norm, GatedRMSNorm):
             o = self.o_norm(o, self.g_proj(x).reshape(o.shape))
         else:
             o = self.o_norm(o)

@@ -65,7 +65,7 @@ class TokenMixer(nnx.Module, abc.ABC):
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         cache: Cache | None = None,
-    ):
+    ) -> Any:
         """Applies the mixer.
 
         Args:
@@ -246,7 +246,7 @@ class TokenMixer(nnx.Module, abc.ABC):
 
 
 def _clear(leaf, restart):
-    return jnp.where(restart.reshape(-1, *(1,) * (leaf.ndim - 1)), jnp.zeros_like(leaf), leaf)
+    return jnp.where(restart.reshape(-1, *(1,) * (leaf.ndim - 1)), 0, leaf)
 
 
 def _assign(variable, value):

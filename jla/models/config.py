@@ -59,7 +59,7 @@ class Config(PreTrainedConfig):
     def __init_subclass__(cls, *args, **kwargs):
         super().__init_subclass__(*args, **kwargs)
         # A config is a static attribute of its model, so it must hash; equal ones hash alike.
-        cls.__hash__ = Config._hash
+        setattr(cls, "__hash__", Config._hash)  # noqa: B010, dataclass had set it to None
 
     def __post_init__(self, **kwargs):
         for old, new in type(self).deprecated.items():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.core import Tracer
 
 from jla.cache import Stacked
 from jla.layers import Attention, TokenMixer
@@ -46,7 +47,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, layer_idx: int, mixer: TokenMixer, settings: Settings, rngs):
         self.layer_ids = (layer_idx,)
-        norm = dict(eps=config.norm_eps, param_dtype=settings.param_dtype)
+        norm: dict[str, Any] = dict(eps=config.norm_eps, param_dtype=settings.param_dtype)
         self.attn_norm = RMSNorm(config.hidden_size, **norm)
         self.attn = mixer
         self.mlp_norm = RMSNorm(config.hidden_size, **norm)
@@ -70,9 +71,13 @@ class Block(nnx.Module):
     def __call__(self, x, sums, *, segment_ids, positions, cache):
         """``x [B, T, D]``, finished ``sums`` and this layer's cache to the same three after it."""
 
-        def attn(h):
-            out = self.attn(h, segment_ids=segment_ids, positions=positions, cache=cache)
-            return (out, None) if cache is None else out
+        def attn(h) -> tuple[jax.Array, Any]:
+            call = dict(segment_ids=segment_ids, positions=positions)
+            return (
+                self.attn(h, cache=cache, **call)
+                if cache is not None
+                else (self.attn(h, **call), None)
+            )
 
         if not self.attnres:
             y, cache_after = attn(self.attn_norm(x))
@@ -167,7 +172,7 @@ class Decoder(nnx.Module):
         self.run = Run(0, 0, 1)
         if scan_layers and config.attnres_block_size is None:
             blocks, self.run = stack_alike(blocks)
-        self.layers = nnx.List(blocks)
+        self.layers: Any = nnx.List(blocks)
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, param_dtype=param_dtype)
         if config.attnres_block_size is not None:
             self.res_proj = residual_query(config, settings, rngs)
@@ -200,14 +205,14 @@ class Decoder(nnx.Module):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two")
-        x = inputs_embeds if input_ids is None else embed(self.embeddings, input_ids)
+        x: Any = inputs_embeds if input_ids is None else embed(self.embeddings, input_ids)
         if cache is not None and len(cache) != len(self.layers):
             raise ValueError(
                 f"cache has {len(cache)} entries, this model's has {len(self.layers)}: "
                 "it was made by another model"
             )
         call = dict(segment_ids=segment_ids, positions=positions)
-        caches = [None] * len(self.layers) if cache is None else list(cache)
+        caches: list[Any] = [None] * len(self.layers) if cache is None else list(cache)
         stop = self.run.start + self.run.period
         sums, seen, index = (), [], 0
         while index < len(self.layers):
@@ -293,7 +298,7 @@ def attention_mixer(config: Config, layer_idx: int, **options) -> Attention | No
 
 
 def check_input_ids(input_ids: jax.Array, vocab_size: int) -> None:
-    """Raises unless ``input_ids`` are int ``[B, T]`` in ``0..vocab_size - 1`` (checked if concrete).
+    """Raises unless ``input_ids`` are int ``[B, T]`` in ``0..vocab_size - 1``, if concrete.
 
     Raises:
         TypeError: ids that are not integers.
@@ -303,7 +308,7 @@ def check_input_ids(input_ids: jax.Array, vocab_size: int) -> None:
         raise TypeError(f"input_ids must be integers, got dtype {jnp.result_type(input_ids)}")
     if jnp.ndim(input_ids) != 2:
         raise ValueError(f"input_ids must be [B, T], got shape {jnp.shape(input_ids)}")
-    if isinstance(input_ids, jax.core.Tracer) or not np.size(input_ids):
+    if isinstance(input_ids, Tracer) or not np.size(input_ids):
         return
     low, high = int(np.min(np.asarray(input_ids))), int(np.max(np.asarray(input_ids)))
     if low < 0 or high >= vocab_size:

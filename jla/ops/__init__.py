@@ -6,6 +6,7 @@ from jla.ops.dispatch import Choice, ImplUnavailable, use_impl
 from jla.ops.kinds import explain, linear_attention
 from jla.ops.loss import cross_entropy, l2_warp, shift_labels
 from jla.ops.norm import l2_norm, rms_norm
+from jla.ops.recurrence import Options
 from jla.ops.rotary import rotate
 from jla.ops.segments import cu_seqlens_from_segment_ids, segment_ids_from_cu_seqlens
 from jla.ops.softmax import attention
@@ -13,6 +14,7 @@ from jla.ops.softmax import attention
 __all__ = [
     "Choice",
     "ImplUnavailable",
+    "Options",
     "attention",
     "causal_conv1d",
     "cross_entropy",

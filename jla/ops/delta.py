@@ -13,13 +13,15 @@ a chunk at once: ``E = T beta (V - D_0 K S)`` (the WY form of both papers).
 
 from __future__ import annotations
 
+from typing import Any, Unpack
+
 import jax
 import jax.numpy as jnp
 
 from jla.ops.chunking import accumulator, product, unit_lower_inverse
 from jla.ops.decay import Decay
 from jla.ops.norm import l2_norm
-from jla.ops.recurrence import Options, Parts, Recurrence, check_heads, run
+from jla.ops.recurrence import Options, Parts, Recurrence, check_operands, run, scaled
 
 
 def gated_delta_rule(
@@ -30,14 +32,9 @@ def gated_delta_rule(
     beta: jax.Array,
     *,
     scale: float | None = None,
-    initial_state: jax.Array | None = None,
-    output_final_state: bool = False,
-    state_positions: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
     use_qk_l2norm: bool = False,
-    chunk_size: int | None = None,
-    impl: str = "auto",
-):
+    **options: Unpack[Options],
+) -> tuple[Any, ...]:
     """Gated delta rule over whole rows; see the module's docstring for the recurrence.
 
     Args:
@@ -46,15 +43,9 @@ def gated_delta_rule(
         g: ``[B, T, H]`` log decay (natural log, at most 0; ``-inf`` empties the state), or None.
         beta: ``[B, T, H]`` write strength.
         scale: factor of the outputs, ``K**-0.5`` if None.
-        initial_state: ``[B, H, K, V]``, belongs to the row's first document; zeros if None.
-        output_final_state: also return the state after the row's last real token.
-        state_positions: int ``[B, S]``: also return the states after these tokens of the row.
-        segment_ids: int ``[B, T]``, 0 = padding, a change = new document.
         use_qk_l2norm: normalise q and k over K first (:func:`jla.ops.l2_norm`).
-        chunk_size: 16, 32, 64 or 128 tokens, for ``impl="chunk"``; None takes 32 on CPUs (where
-            fewer operations win) and 64 elsewhere.
-        impl: ``"auto"``, ``"reference"`` (token by token), ``"chunk"`` (chunk-parallel, any
-            backend, memory linear in T) or ``"mosaic"``.
+        **options: :class:`jla.ops.Options`: ``initial_state``, ``output_final_state``,
+            ``state_positions``, ``segment_ids``, ``chunk_size``, ``impl``.
 
     Returns:
         ``(o, final_state)``; with ``state_positions`` ``(o, final_state, states)``. ``o`` is
@@ -73,16 +64,14 @@ def gated_delta_rule(
         >>> o.shape, state.shape
         ((1, 3, 2, 4), (1, 2, 4, 4))
     """
-    check_heads(q=q, k=k, v=v, per_head={"g": g, "beta": beta}, initial_state=initial_state)
+    state = options.get("initial_state")
+    check_operands(q=q, k=k, v=v, per_head={"g": g, "beta": beta}, initial_state=state)
     if use_qk_l2norm:
         q, k = l2_norm(q), l2_norm(k)
     dtype = accumulator(v.dtype)
-    q = q * jnp.asarray(q.shape[-1] ** -0.5 if scale is None else scale, q.dtype)
-    g = jnp.zeros(v.shape[:3], dtype) if g is None else g
-    options = Options(
-        initial_state, output_final_state, state_positions, segment_ids, chunk_size, impl
-    )
-    return run(GATED_DELTA_RULE, (q, k, v, beta.astype(dtype)[..., None]), g[..., None], options)
+    g = jnp.zeros_like(beta, dtype) if g is None else g
+    operands = (scaled(q, scale), k, v, beta.astype(dtype)[..., None])
+    return run(GATED_DELTA_RULE, operands, g[..., None], **options)
 
 
 def delta_rule(q, k, v, beta, **options):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,24 @@ class Parts(NamedTuple):
     pulls: jax.Array | None = None
     writes: jax.Array | None = None
 
+    def narrowed(self, dtype) -> Parts:
+        """With the operands of the scan's products in ``dtype``; what is added stays wide."""
+        pulls = None if self.pulls is None else self.pulls.astype(dtype)
+        reads, scores, keys = (x.astype(dtype) for x in (self.reads, self.scores, self.keys))
+        return self._replace(reads=reads, scores=scores, keys=keys, pulls=pulls)
+
+    def advance(self, state: jax.Array, dtype):
+        """``(o, state after, written rows)`` of the chunk that ``state [..., K, V]`` enters."""
+        narrow = state.astype(dtype)
+        rows = [] if self.values is None else [self.values]
+        if self.pulls is not None and self.writes is not None:
+            rows.append(self.writes - product("...ck,...kv->...cv", self.pulls, narrow, dtype))
+        written = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-2)
+        o = product("...ck,...kv->...cv", self.reads, narrow, dtype)
+        o = o + product("...cm,...mv->...cv", self.scores, written, dtype)
+        update = product("...mk,...mv->...kv", self.keys, written, dtype)
+        return o, state * self.total[..., None] + update, written
+
 
 @dataclass(frozen=True)
 class Recurrence:
@@ -71,86 +89,96 @@ class Recurrence:
         return select(self.name, impl, offers, order)
 
 
-@dataclass(frozen=True)
-class Options:
-    """What every op takes besides its operands; see :func:`jla.ops.gated_delta_rule`."""
+class Options(TypedDict, total=False):
+    """What every op takes besides its operands.
 
-    initial_state: jax.Array | None = None
-    output_final_state: bool = False
-    state_positions: jax.Array | None = None
-    segment_ids: jax.Array | None = None
-    chunk_size: int | None = None
-    impl: str = "auto"
+    Attributes:
+        initial_state: ``[B, H, K, V]``, belongs to the row's first document; zeros if None.
+        output_final_state: also return the state after the row's last real token.
+        state_positions: int ``[B, S]``: also return the states after these tokens of the row.
+        segment_ids: int ``[B, T]``, 0 = padding, a change = new document.
+        chunk_size: 16, 32, 64 or 128 tokens, for ``impl="chunk"``; None takes 32 on CPUs (where
+            fewer operations win) and 64 elsewhere.
+        impl: ``"auto"``, ``"reference"`` (token by token), ``"chunk"`` (chunk-parallel, any
+            backend, memory linear in T) or ``"mosaic"`` (Hopper kernel).
+    """
+
+    initial_state: jax.Array | None
+    output_final_state: bool
+    state_positions: jax.Array | None
+    segment_ids: jax.Array | None
+    chunk_size: int | None
+    impl: str
 
 
-def run(recurrence: Recurrence, operands: tuple[jax.Array, ...], g: jax.Array, options: Options):
+def scaled(q: jax.Array, scale: float | None) -> jax.Array:
+    """``q`` times the output scale, ``K**-0.5`` if None."""
+    return q * jnp.asarray(q.shape[-1] ** -0.5 if scale is None else scale, q.dtype)
+
+
+def run(
+    recurrence: Recurrence,
+    operands: tuple[jax.Array, ...],
+    g: jax.Array,
+    *,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+    state_positions: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    chunk_size: int | None = None,
+    impl: str = "auto",
+) -> tuple[Any, ...]:
     """Runs a recurrence on operands ``[B, T, H', ...]`` (q, k, v first) and gates ``[B, T, H, X]``.
 
-    Operands with fewer heads than v are repeated. Returns ``(o, final_state)`` or, with
-    ``state_positions``, ``(o, final_state, states)``.
+    Operands with fewer heads than v are repeated; further arguments are :class:`Options`. Returns
+    ``(o, final_state)`` or, with ``state_positions``, ``(o, final_state, states)``.
     """
     q, k, v, *_ = operands
-    choice = recurrence.choose(q, k, v, impl=options.impl)
+    choice = recurrence.choose(q, k, v, impl=impl)
     dtype = accumulator(v.dtype)
     operands = tuple(repeat_heads(x, v.shape[2]) for x in operands)
-    *operands, g = prepare_gates(options.segment_ids, operands, g.astype(dtype))
-    state = options.initial_state
-    state = zero_state(operands[1], v) if state is None else state.astype(dtype)
+    operands, g = prepare_gates(segment_ids, operands, g.astype(dtype))
+    state = zero_state(operands[1], v) if initial_state is None else initial_state.astype(dtype)
     if choice.impl == "reference":
         form = _token_by_token
     else:
-        name = f"chunk_size of {recurrence.name}"
-        form = partial(_chunk_by_chunk, chunk=pick_chunk(q.shape[1], options.chunk_size, name))
-    o, final, states = form(recurrence, operands, g, state, options.state_positions)
-    outputs = (o.astype(v.dtype), final if options.output_final_state else None)
-    return outputs if options.state_positions is None else (*outputs, states)
+        chunk = pick_chunk(q.shape[1], chunk_size, f"chunk_size of {recurrence.name}")
+        form = partial(_chunk_by_chunk, chunk=chunk)
+    o, final, states = form(recurrence, operands, g, state, state_positions)
+    outputs = (o.astype(v.dtype), final if output_final_state else None)
+    return outputs if state_positions is None else (*outputs, states)
 
 
 def _token_by_token(recurrence, operands, g, state, state_positions):
     def token(state, inputs):
-        *operands, g = inputs
+        operands, g = inputs
         o, state = recurrence.step(*operands, jnp.exp(g)[..., None], state)
         return state, (o, None if state_positions is None else state)
 
-    wide = [jnp.moveaxis(x.astype(state.dtype), 1, 0) for x in (*operands, g)]
-    state, (o, states) = lax.scan(token, state, tuple(wide))
-    if state_positions is not None:
+    dtype = state.dtype
+    inputs = jax.tree.map(lambda x: jnp.moveaxis(x.astype(dtype), 1, 0), (operands, g))
+    state, (o, states) = lax.scan(token, state, inputs)
+    if states is not None:
         states = segments.take_time(jnp.moveaxis(states, 0, 1), state_positions)
     return jnp.moveaxis(o, 0, 1), state, states
 
 
 def _chunk_by_chunk(recurrence, operands, g, state, state_positions, *, chunk):
     length, dtype = g.shape[1], operands[2].dtype
-    *operands, g = (to_chunks(x, chunk) for x in (*operands, g))
+    operands, g = tuple(to_chunks(x, chunk) for x in operands), to_chunks(g, chunk)
 
     # Recomputed in the backward: the C x C matrices would outweigh the inputs.
     @jax.checkpoint
     def prepare(operands, g):
-        parts = recurrence.within(*operands, Decay(g))
-        wide = ("total", "values", "writes")
-        return Parts(
-            *(
-                x if x is None or name in wide else x.astype(dtype)
-                for name, x in zip(Parts._fields, parts, strict=True)
-            )
-        )
+        return recurrence.within(*operands, Decay(g)).narrowed(dtype)
 
     def advance(state, parts):
-        narrow = state.astype(dtype)
-        rows = [] if parts.values is None else [parts.values]
-        if parts.pulls is not None:
-            pulled = product("...ck,...kv->...cv", parts.pulls, narrow, dtype)
-            rows.append(parts.writes - pulled)
-        rows = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-2)
-        o = product("...ck,...kv->...cv", parts.reads, narrow, dtype)
-        o = o + product("...cm,...mv->...cv", parts.scores, rows, dtype)
-        after = state * parts.total[..., None]
-        after = after + product("...mk,...mv->...kv", parts.keys, rows, dtype)
+        o, after, rows = parts.advance(state, dtype)
         return after, (o.astype(dtype), None if state_positions is None else (state, rows))
 
     final, (o, kept) = lax.scan(advance, state, prepare(operands, g))
     states = None
-    if state_positions is not None:
+    if kept is not None:
         keys = jnp.concatenate([operands[i] for i in recurrence.streams], axis=-2)
         states = _read_states(state_positions, *kept, keys, g)
     return from_chunks(o, length), final, states
@@ -184,13 +212,20 @@ def zero_state(k: jax.Array, v: jax.Array) -> jax.Array:
     return rows[..., :, None] * columns[..., None, :]
 
 
-def check_heads(
-    *, q, k, v, per_head: Mapping[str, jax.Array | None], initial_state: jax.Array | None
+def check_operands(
+    *,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    per_head: Mapping[str, jax.Array | None] | None = None,
+    per_channel: Mapping[str, jax.Array | None] | None = None,
+    initial_state: jax.Array | None = None,
 ) -> None:
     """Raises ValueError, naming the argument, unless the shapes agree.
 
     ``q, k [B, T, Hq, K]``, ``v [B, T, H, V]`` with H a multiple of Hq, each of ``per_head``
-    ``[B, T, H]`` or None, ``initial_state [B, H, K, V]`` or None.
+    ``[B, T, H]`` or None, of ``per_channel`` ``[B, T, H, K]`` or None, ``initial_state``
+    ``[B, H, K, V]`` or None.
     """
     for name, x in {"q": q, "k": k, "v": v}.items():
         if x.ndim != 4:
@@ -199,29 +234,29 @@ def check_heads(
         raise ValueError(f"k must have q's shape {q.shape}, got {k.shape}")
     if v.shape[:2] != q.shape[:2]:
         raise ValueError(f"v must start with q's [B, T] = {q.shape[:2]}, got shape {v.shape}")
-    if q.shape[1] == 0:
-        raise ValueError(f"q must have at least one token, got shape {q.shape}")
+    if 0 in q.shape or 0 in v.shape:
+        raise ValueError(f"q, k, v must not be empty, got shapes {q.shape} and {v.shape}")
     heads = v.shape[2]
     if heads % q.shape[2]:
         raise ValueError(f"v's {heads} heads must be a multiple of q's and k's {q.shape[2]}")
-    for name, x in per_head.items():
-        if x is not None and x.shape != v.shape[:3]:
-            raise ValueError(f"{name} must be [B, T, H] = {v.shape[:3]}, got shape {x.shape}")
-    expected = (v.shape[0], heads, q.shape[3], v.shape[3])
-    if initial_state is not None and initial_state.shape != expected:
-        raise ValueError(
-            f"initial_state must be [B, H, K, V] = {expected}, got shape {initial_state.shape}"
-        )
+    wanted = {name: (x, "[B, T, H]", v.shape[:3]) for name, x in (per_head or {}).items()}
+    full = (*v.shape[:3], q.shape[3])
+    wanted |= {name: (x, "[B, T, H, K]", full) for name, x in (per_channel or {}).items()}
+    state = (v.shape[0], heads, q.shape[3], v.shape[3])
+    wanted["initial_state"] = (initial_state, "[B, H, K, V]", state)
+    for name, (x, letters, shape) in wanted.items():
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} must be {letters} = {shape}, got shape {x.shape}")
 
 
 def prepare_gates(segment_ids, operands: tuple[jax.Array, ...], g: jax.Array):
-    """Turns packing and padding into operands: ``(*operands, g)`` with nothing left to mask.
+    """Turns packing and padding into ``operands, g`` with nothing left to mask.
 
     Padding becomes a step with zero operands and no decay, which changes nothing and outputs 0; a
     document's first token gets the log decay ``-inf``, which empties the state.
     """
     if segment_ids is None:
-        return (*operands, g)
+        return operands, g
     segment_ids = segments.check_segment_ids(segment_ids, operands[0].shape[:2])
     real, starts = segment_ids != 0, segments.document_starts(segment_ids)
 
@@ -230,4 +265,4 @@ def prepare_gates(segment_ids, operands: tuple[jax.Array, ...], g: jax.Array):
 
     masked = tuple(jnp.where(over(real, x), x, 0) for x in operands)
     g = jnp.where(over(starts, g), -jnp.inf, jnp.where(over(real, g), g, 0))
-    return (*masked, g)
+    return masked, g

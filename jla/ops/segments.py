@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 
-def check_segment_ids(segment_ids, shape: tuple[int, int]) -> jax.Array:
+def check_segment_ids(segment_ids, shape: tuple[int, ...]) -> jax.Array:
     """Returns ``segment_ids`` as int32 of ``shape`` ``(B, T)`` or raises.
 
     Raises:
@@ -30,7 +31,7 @@ def check_segment_ids(segment_ids, shape: tuple[int, int]) -> jax.Array:
             f"segment_ids must have shape {tuple(shape)} ([B, T] of the inputs), "
             f"got {tuple(np.shape(segment_ids))}"
         )
-    if not isinstance(segment_ids, jax.core.Tracer) and np.any(np.asarray(segment_ids) < 0):
+    if not isinstance(segment_ids, Tracer) and np.any(np.asarray(segment_ids) < 0):
         raise ValueError(
             "segment_ids must be >= 0 (0 = padding), "
             f"got a smallest id of {int(np.min(np.asarray(segment_ids)))}"
@@ -109,7 +110,7 @@ def segment_ids_from_cu_seqlens(cu_seqlens, length: int) -> jax.Array:
     Raises:
         ValueError: ``cu_seqlens`` is not such a list (checked when concrete).
     """
-    if not isinstance(cu_seqlens, jax.core.Tracer):
+    if not isinstance(cu_seqlens, Tracer):
         bounds = np.asarray(cu_seqlens)
         bad = bounds.ndim != 1 or bounds.size < 1 or bounds[0] != 0 or np.any(np.diff(bounds) < 0)
         if bad or bounds[-1] > length:

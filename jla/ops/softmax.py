@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jla.ops import segments
 from jla.ops.chunking import product, repeat_heads
@@ -83,7 +84,7 @@ def attention(
         return jax.nn.dot_product_attention(
             q, k, v, scale=scale, is_causal=True, local_window_size=window, implementation="cudnn"
         )
-    q_tag = _tags(q.shape[:2], segment_ids)
+    q_tag = _tags(q, segment_ids)
     k_tag = q_tag
     if past is not None:
         # The piece's first document goes on where the past one stopped.
@@ -149,9 +150,14 @@ def _check(q, k, v, window_size):
         raise ValueError(f"window_size must be at least 1 (a query sees itself), got {window_size}")
 
 
-def _tags(shape, segment_ids) -> _Tag:
+def _tags(q, segment_ids) -> _Tag:
+    shape = q.shape[:2]
     if segment_ids is None:
-        return _Tag(jnp.zeros(shape, jnp.int32), lax.broadcasted_iota(jnp.int32, shape, 1))
+        # Sharded as q is: on Explicit axes they meet the tags of past keys.
+        sharding = jax.typeof(q).sharding
+        sharding = sharding.update(spec=P(*sharding.spec[:2]))
+        zeros = jnp.zeros(shape, jnp.int32, out_sharding=sharding)
+        return _Tag(zeros, zeros + jnp.arange(shape[1], dtype=jnp.int32))
     segment_ids = segments.check_segment_ids(segment_ids, shape)
     document = jnp.where(segment_ids != 0, segments.document_index(segment_ids), -1)
     return _Tag(document, segments.document_positions(segment_ids))
