@@ -16,6 +16,6 @@ python=$(tools/find_python.sh)
 echo "Installing into $folder with $python (a few minutes, once)"
 rm -rf "$folder"
 "$python" -m venv "$folder"
-"$folder/bin/python" -m pip install --quiet --disable-pip-version-check \
+"$folder/bin/python" -m pip install -qq --disable-pip-version-check \
     ${constraints:+--constraint "$constraints"} --editable ".[$extras]"
 echo "$wanted" >"$folder/made-from"
