@@ -164,13 +164,13 @@ def sharded_run(p, mesh, x, ids, param_spec):
     def forward(params, x, ids, cache):
         return p.pure(params, x, ids, cache)
 
-    def loss(params, x):
+    def loss(params, x, ids, cache):
         y, after = forward(params, x, ids, cache)
         return jnp.sum(y**2), (y, after)
 
     with jax.set_mesh(mesh):
         program = jax.jit(forward).lower(params, x, ids, cache).compile()
-        grads, out = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
+        grads, out = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x, ids, cache)
     return jax.device_get((out, grads)), collectives(program)
 
 
