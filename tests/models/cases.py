@@ -69,7 +69,6 @@ MODELS: dict[str, Row] = {
             use_short_conv=False,
             allow_neg_eigval=True,
             hidden_act="powlu",
-            use_l2warp=True,
             **_delta,
         ),
     ),

@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 from helpers import assert_close, assert_trees_close, count_compiles
 
-from jla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+from jla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM, TransformerConfig
 from jla.models.causal_lm import documents
 from jla.ops import cross_entropy, shift_labels
-from models.cases import BATCH, MODELS, VOCAB, build, forward, runner, tokens
+from models.cases import BATCH, MODELS, VOCAB, Runner, build, forward, runner, tokens
 
 HYBRID = "gated_deltanet-hybrid"
 
@@ -241,6 +241,32 @@ def test_s28_the_model_s_loss_by_hand():
                 losses.append(-log_p[b, now, labels[b, after]])
     assert len(losses) == 31 + 29 + 27
     assert_close(loss, np.mean(losses))
+
+
+def test_the_warp_of_the_largest_logits_acts_on_gradients_alone():
+    """use_l2warp adds 1e-4 / (B T) times each position's largest logit to that logit's gradient."""
+    config = MODELS["transformer"].config.to_dict()
+    plain, warped = (
+        Runner(TransformerConfig.from_dict(config | {"use_l2warp": on})) for on in (False, True)
+    )
+    ids = tokens(22, (BATCH, 33))
+    asked = (plain.embed(ids), np.ones((BATCH, 33), np.int32), ids)
+    (loss, logits), (gradients, _) = plain.probe(plain.state, *asked)
+    (same_loss, same_logits), (given, _) = warped.probe(warped.state, *asked)
+    assert_close(same_loss, loss)
+    assert_close(same_logits, logits)
+    hidden = forward_hidden(plain, ids)
+    top = np.max(np.asarray(logits), axis=-1, keepdims=True)
+    pull = np.where(np.asarray(logits) == top, 1e-4 / ids.size * top, 0)
+    by_hand = np.einsum("btd,btv->dv", hidden, pull)
+    difference = given["lm_head"]["kernel"][...] - gradients["lm_head"]["kernel"][...]
+    assert np.max(np.abs(by_hand)) > 1e-6
+    assert_close(difference, by_hand, tol=1e-2)
+
+
+def forward_hidden(run, ids):
+    graphdef, state = nnx.split(run.model.model)
+    return jax.jit(lambda s: nnx.merge(graphdef, s)(ids).last_hidden_state)(state)
 
 
 def test_growing_past_the_room_gives_nan_not_a_clamp():
