@@ -8,8 +8,8 @@ import numpy as np
 from jax.core import Tracer
 
 
-def padding_from_mask(mask, batch: int, length: int) -> jax.Array:
-    """``segment_ids [B, T]`` (1 real, 0 padding) of a flax attention mask.
+def padding_from_mask(mask, batch: int, length: int) -> jax.Array | None:
+    """``segment_ids [B, T]`` (1 real, 0 padding) of a flax attention mask, None if all are real.
 
     Args:
         mask: ``[..., heads, 1, T]`` (key padding, may be traced) or ``[..., heads, T, T]`` (causal,
@@ -47,7 +47,8 @@ def padding_from_mask(mask, batch: int, length: int) -> jax.Array:
             "mask is not causal: a mixer's token sees exactly itself and the real tokens before "
             "it; documents are told apart by segment_ids"
         )
-    return _per_row(jnp.asarray(real), batch, length, dropped=len(shape) > 2)
+    padding = _per_row(jnp.asarray(real), batch, length, dropped=len(shape) > 2)
+    return None if real.all() else padding
 
 
 def _per_row(real, batch, length, dropped):

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jla.layers.masks import padding_from_mask
 from jla.ops import segments
@@ -97,7 +98,7 @@ class TokenMixer(nnx.Module, abc.ABC):
         positions = positions if positions is not None else input_positions
         if positions is not None:
             positions = jnp.broadcast_to(positions, (*lead, x.shape[1])).reshape(x.shape[:2])
-        segment_ids = self._documents(segment_ids, mask, lead, x.shape[:2])
+        segment_ids = self._documents(segment_ids, mask, lead, x)
         decode = self.decode if decode is None else decode
         if decode and cache is None:
             return self._decode(x, segment_ids, positions).reshape(inputs_q.shape)
@@ -174,22 +175,27 @@ class TokenMixer(nnx.Module, abc.ABC):
         lead = inputs_q.shape[:-2]
         return (inputs_q if len(lead) == 1 else inputs_q.reshape(-1, *inputs_q.shape[-2:])), lead
 
-    def _documents(self, segment_ids, mask, lead, shape):
+    def _documents(self, segment_ids, mask, lead, x):
+        shape = x.shape[:2]
         if segment_ids is not None:
             if jnp.shape(segment_ids) != (*lead, shape[1]):
                 raise ValueError(
                     f"segment_ids must be {(*lead, shape[1])}, got {jnp.shape(segment_ids)}"
                 )
-            segment_ids = segments.check_segment_ids(jnp.reshape(segment_ids, shape), shape)
+            segment_ids = segments.check_segment_ids(jnp.reshape(segment_ids, shape), shape, x)
         if mask is None:
             return segment_ids
         padding = padding_from_mask(mask, *shape)
+        if padding is None:
+            return segment_ids
+        padding = segments.check_segment_ids(padding, shape, x)
         return padding if segment_ids is None else jnp.where(padding != 0, segment_ids, 0)
 
     def _run(self, x, segment_ids, positions, cache):
         state = last_id = None
         if cache is not None:
             self._check_cache(cache, x.shape[0])
+            cache = jax.tree.map(lambda leaf: _with_rows_of(x, leaf), cache)
             state = {name: leaf for name, leaf in cache.items() if name != "segment_id"}
             last_id = cache["segment_id"]
             if segment_ids is None:
@@ -247,6 +253,15 @@ class TokenMixer(nnx.Module, abc.ABC):
 
 def _clear(leaf, restart):
     return jnp.where(restart.reshape(-1, *(1,) * (leaf.ndim - 1)), 0, leaf)
+
+
+def _with_rows_of(x, leaf):
+    """``leaf`` with its rows placed as those of ``x``; a new cache does not know Explicit axes."""
+    rows, sharding = jax.typeof(x).sharding.spec[0], jax.typeof(leaf).sharding
+    if rows is None or rows == sharding.spec[0]:
+        return leaf
+    sharding = jax.typeof(x).sharding.update(spec=P(rows, *sharding.spec[1:]))
+    return jax.sharding.reshard(leaf, sharding)
 
 
 def _assign(variable, value):

@@ -45,7 +45,7 @@ def causal_conv1d(
     _check(x, kernel, bias, activation, initial_state)
     batch, length, width = x.shape[0], x.shape[1], kernel.shape[0]
     if segment_ids is not None:
-        segment_ids = segments.check_segment_ids(segment_ids, (batch, length))
+        segment_ids = segments.check_segment_ids(segment_ids, (batch, length), x)
         x = jnp.where((segment_ids != 0)[..., None], x, 0)
     past = width - 1
     if initial_state is None:

@@ -257,7 +257,8 @@ def prepare_gates(segment_ids, operands: tuple[jax.Array, ...], g: jax.Array):
     """
     if segment_ids is None:
         return operands, g
-    segment_ids = segments.check_segment_ids(segment_ids, operands[0].shape[:2])
+    first = operands[0]
+    segment_ids = segments.check_segment_ids(segment_ids, first.shape[:2], like=first)
     real, starts = segment_ids != 0, segments.document_starts(segment_ids)
 
     def over(mask, x):

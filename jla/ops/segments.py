@@ -14,10 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import PartitionSpec as P
 
 
-def check_segment_ids(segment_ids, shape: tuple[int, ...]) -> jax.Array:
+def check_segment_ids(
+    segment_ids, shape: tuple[int, ...], like: jax.Array | None = None
+) -> jax.Array:
     """Returns ``segment_ids`` as int32 of ``shape`` ``(B, T)`` or raises.
+
+    On Explicit axes they are placed as the rows of ``like [B, T, ...]`` are, if that is given.
 
     Raises:
         TypeError: the dtype is neither integer nor bool.
@@ -36,7 +41,11 @@ def check_segment_ids(segment_ids, shape: tuple[int, ...]) -> jax.Array:
             "segment_ids must be >= 0 (0 = padding), "
             f"got a smallest id of {int(np.min(np.asarray(segment_ids)))}"
         )
-    return jnp.asarray(segment_ids).astype(jnp.int32)
+    segment_ids = jnp.asarray(segment_ids).astype(jnp.int32)
+    sharding = None if like is None else jax.typeof(like).sharding
+    if sharding is None or not any(sharding.spec[:2]):
+        return segment_ids
+    return jax.sharding.reshard(segment_ids, sharding.update(spec=P(*sharding.spec[:2])))
 
 
 def previous_real(segment_ids: jax.Array) -> jax.Array:

@@ -158,7 +158,7 @@ def _tags(q, segment_ids) -> _Tag:
         sharding = sharding.update(spec=P(*sharding.spec[:2]))
         zeros = jnp.zeros(shape, jnp.int32, out_sharding=sharding)
         return _Tag(zeros, zeros + jnp.arange(shape[1], dtype=jnp.int32))
-    segment_ids = segments.check_segment_ids(segment_ids, shape)
+    segment_ids = segments.check_segment_ids(segment_ids, shape, q)
     document = jnp.where(segment_ids != 0, segments.document_index(segment_ids), -1)
     return _Tag(document, segments.document_positions(segment_ids))
 

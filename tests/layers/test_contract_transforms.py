@@ -25,9 +25,9 @@ from helpers import (
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from layers.contract import BATCH, probe
 
 import jla
+from layers.contract import BATCH, probe
 
 LENGTH = 5
 
@@ -270,9 +270,7 @@ def test_chosen_rows_of_a_cache_go_on_alone(row, picked):
     cache = p.warm()
     x = inputs(BATCH, seed=2)
     rows_of = np.arange(BATCH)[picked if isinstance(picked, slice) else np.array(picked)]
-    chosen = jla.cache.select(
-        cache, picked if isinstance(picked, slice) else jnp.asarray(picked)
-    )
+    chosen = jla.cache.select(cache, picked if isinstance(picked, slice) else jnp.asarray(picked))
     want, _ = p.forward(p.params, x, None, cache)
     got, _ = p.forward(p.params, x[rows_of], None, chosen)
     assert_close(got, np.asarray(want)[rows_of])

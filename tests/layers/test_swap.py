@@ -161,9 +161,7 @@ def test_stacked_blocks_scan(remat):
         grad = nnx.grad(lambda stack, x: jnp.sum(forward(stack, x) ** 3))
         return nnx.state(nnx.jit(grad)(stack, x))
 
-    assert_trees_close(
-        nnx.to_pure_dict(gradients(run)), nnx.to_pure_dict(gradients(loop)), times=3
-    )
+    assert_trees_close(nnx.to_pure_dict(gradients(run)), nnx.to_pure_dict(gradients(loop)), times=3)
 
 
 def test_it_saves_and_trains_on_bit_for_bit(tmp_path):

@@ -70,7 +70,8 @@ def test_outputs_windows_and_gradients(width, ids):
         real = (shown != 0)[..., None]
         change = np.sum((after_y - want_y) * weights[0] * real)
         change += np.sum((after_window - want_window) * weights[1])
-        assert_close(np.sum(np.asarray(grads[name], np.float64) * step), change, dtype="float32", what=name)
+        slope = np.sum(np.asarray(grads[name], np.float64) * step)
+        assert_close(slope, change, dtype="float32", what=name)
 
 
 def test_golden_numbers():

@@ -1,4 +1,4 @@
-"""Ops over four host devices: sharded inputs give the unsharded numbers, and nothing is gathered."""
+"""Ops over four host devices: the numbers of one device, and nothing gathered."""
 
 import functools
 
