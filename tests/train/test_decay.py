@@ -1,0 +1,53 @@
+"""Weight decay touches kernels and embeddings only (bug case S29)."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+from jla.train import decay_mask
+
+
+def small_model(**options):
+    config = GatedDeltaNetConfig(
+        hidden_size=16, num_hidden_layers=2, vocab_size=11, intermediate_size=16, head_dim=8,
+        num_heads=2, attn=dict(layers=[1], num_heads=2, qkv_bias=True),
+    )  # fmt: skip
+    return GatedDeltaNetForCausalLM(config, rngs=nnx.Rngs(0), **options)
+
+
+def leaf_name(path):
+    return [str(entry.key) for entry in path if hasattr(entry, "key")][-1]
+
+
+def test_s29_a_step_without_gradient_shrinks_kernels_alone():
+    params = nnx.state(small_model(), nnx.Param)
+    # Away from 0 and 1, so that any pull shows.
+    params = jax.tree.map(lambda x: jnp.full_like(x, 0.7), params)
+    optimizer = optax.adamw(0.1, weight_decay=0.1, mask=decay_mask)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    after = optax.apply_updates(params, updates)
+    names = set()
+    for (path, old), new in zip(
+        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(after), strict=True
+    ):
+        name = leaf_name(path)
+        names.add(name)
+        if name in ("kernel", "embedding"):
+            assert jnp.allclose(new, old * (1 - 0.1 * 0.1)), path
+        else:
+            assert jnp.array_equal(new, old), path
+    assert names == {"kernel", "embedding", "bias", "scale", "A_log", "dt_bias"}
+
+
+def test_scanned_layers_are_masked_like_single_ones():
+    masks = [
+        decay_mask(nnx.state(small_model(scan_layers=scan), nnx.Param)) for scan in (False, True)
+    ]
+    single, scanned = (
+        {leaf_name(path): kept for path, kept in jax.tree_util.tree_leaves_with_path(mask)}
+        for mask in masks
+    )
+    assert single == scanned
