@@ -143,7 +143,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _file_dtype(tensors: Tensors):
     counts = collections.Counter(DTYPES[d] for d in tensors.dtypes().values() if d in DTYPES)
-    return counts.most_common(1)[0][0] if counts else jnp.float32
+    dtype = counts.most_common(1)[0][0] if counts else jnp.float32
+    return jnp.float32 if dtype is jnp.float64 and not jax.config.jax_enable_x64 else dtype
 
 
 def _placer(sharding):
