@@ -198,6 +198,21 @@ def test_batch_over_four_devices(row, explicit, packed):
     assert not moved, f"a forward over the batch moves data: {moved}"
 
 
+@rows("sharding")
+def test_ids_and_caches_follow_the_inputs_onto_an_explicit_mesh(row):
+    """A new cache and ids from a data loader know no mesh: the inputs' placement decides."""
+    p = probe(row)
+    x, ids = inputs(4), documents(4)
+    mesh = host_mesh({"data": 4}, explicit=True)
+    placed = jax.device_put(x, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        params = jax.device_put(p.params, NamedSharding(mesh, P()))
+        y, cache = jax.jit(p.pure)(params, placed, ids, p.new_cache(4))
+    assert y.sharding.spec[0] == "data"
+    assert all(leaf.sharding.spec[0] == "data" for leaf in jax.tree.leaves(cache))
+    assert_trees_close(jax.device_get((y, cache)), unsharded(row, True)[0])
+
+
 @rows("tensor parallel")
 def test_batch_and_kernels_over_two_by_two_devices(row):
     """Kernels split over their outputs, as the compiler is free to use them (Auto axes)."""

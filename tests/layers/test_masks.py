@@ -1,15 +1,16 @@
 """Every form of flax attention mask: what a causal mixer honours, and what it refuses."""
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import HIDDEN, rows
+from cases import HIDDEN
 from flax import nnx
 from helpers import assert_close, random
 
+from jla.layers import TokenMixer
 from jla.layers.masks import padding_from_mask
+from jla.ops import segments
 
 B, T = 3, 5
 REAL = np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 1, 0, 0]], bool)
@@ -117,18 +118,44 @@ def test_a_non_causal_constant_is_refused_inside_jit():
         jax.jit(lambda: padding_from_mask(jnp.ones((T, T)), B, T))()
 
 
-@rows("masks")
-def test_masks_and_ids_of_a_call(row):
+class RunningSum(TokenMixer):
+    """The least mixer: sums the real tokens of the document so far."""
+
+    def __init__(self):
+        self.hidden_size = HIDDEN
+
+    def mix(self, x, *, segment_ids, positions, cache):
+        if segment_ids is None:
+            return jnp.cumsum(x, axis=1), None
+        document = segments.document_index(segment_ids)
+        seen = (document[:, :, None] == document[:, None]) & np.tril(np.ones((T, T), bool))
+        return jnp.einsum("bts,bsd->btd", seen & (segment_ids != 0)[:, None], x), None
+
+    def new_state(self, batch_size, max_length, dtype):
+        return {}
+
+
+def test_masks_and_ids_of_a_call():
     """A mask pads, ids tell documents apart, and neither weakens the other (S01)."""
-    mixer = cases.build(row)
-    call = nnx.jit(lambda m, x, **options: m(x, **options))
-    x = random(0, (B, T, HIDDEN))
+    mixer, x = RunningSum(), random(0, (B, T, HIDDEN))
     ids = np.array([[1, 1, 2, 2, 2]] * B, np.int32)
-    want = call(mixer, x, segment_ids=np.where(REAL, ids, 0))
-    assert_close(call(mixer, x, segment_ids=ids, mask=REAL[:, None, None, :]), want)
-    want = call(mixer, x, segment_ids=ids)
-    assert_close(call(mixer, x, segment_ids=ids, mask=np.ones((B, 1, 1, T))), want, what="ones")
-    plain = call(mixer, x)
-    causal = nnx.jit(lambda m, x: m(x, x, x, mask=jnp.tril(jnp.ones((T, T))), is_causal=True))
-    assert_close(causal(mixer, x), plain, what="flax's whole call")
-    assert not np.allclose(plain, want, atol=1e-3), "documents make no difference"
+    want = mixer(x, segment_ids=np.where(REAL, ids, 0))
+    for mask in (REAL[:, None, None, :], TRIL & REAL[:, None, None, :]):
+        assert_close(mixer(x, segment_ids=ids, mask=mask), want)
+        traced = jax.jit(lambda x, ids: mixer(x, segment_ids=ids, mask=mask))  # noqa: B023
+        assert_close(traced(x, ids), want)
+    packed, plain = mixer(x, segment_ids=ids), mixer(x)
+    for mask in (np.ones((B, 1, 1, T)), TRIL):
+        assert_close(mixer(x, segment_ids=ids, mask=mask), packed, what="a mask of ones")
+        assert_close(mixer(x, mask=mask), plain)
+    whole = nnx.jit(lambda m, x: m(x, x, x, mask=jnp.tril(jnp.ones((T, T))), is_causal=True))
+    assert_close(whole(mixer, x), plain, what="flax's whole call")
+    assert not np.allclose(plain, packed, atol=1e-3)
+
+
+def test_masks_of_several_batch_axes():
+    mixer, x = RunningSum(), random(0, (2, B, T, HIDDEN))
+    mask = np.stack([REAL, REAL[::-1]])
+    want = mixer(x, segment_ids=mask.astype(np.int32))
+    assert_close(mixer(x, mask=mask[:, :, None, None, :]), want)
+    assert_close(mixer(x, mask=(TRIL & mask[:, :, None, None, :])), want)
