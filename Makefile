@@ -11,6 +11,9 @@ export JAX_PLATFORMS ?= cpu
 VENV := .venv/bin/python
 # Tests of one table row share compiled functions, so they stay in one process.
 PYTEST := -n 2 --dist loadgroup
+# Devices of a sharded test wait for each other; on a busy machine the default of 40 s, after which
+# XLA ends the process, is too short.
+PATIENT := XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_collective_call_terminate_timeout_seconds=600"
 
 .PHONY: demo test test-all smoke lint venv venv-newest clean
 
@@ -18,10 +21,10 @@ demo: venv
 	@$(VENV) -u examples/demo.py
 
 test: smoke venv
-	@$(VENV) -m pytest $(PYTEST) -m "not slow and not gpu"
+	@$(PATIENT) $(VENV) -m pytest $(PYTEST) -m "not slow and not gpu"
 
 test-all: smoke venv
-	@tools/test_all.sh $(PYTEST)
+	@$(PATIENT) tools/test_all.sh $(PYTEST)
 
 # Compiled without LLVM's expensive passes, which takes half the time.
 smoke: venv-newest

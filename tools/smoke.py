@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import tempfile
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ from flax import nnx
 from jla import models, ops
 from tools.versions import versions
 
-SIZES = dict(hidden_size=32, num_hidden_layers=2, num_heads=2, vocab_size=64, intermediate_size=48)
+SIZES: dict[str, Any] = dict(
+    hidden_size=32, num_hidden_layers=2, num_heads=2, vocab_size=64, intermediate_size=48
+)
 FAMILIES = {
     "gated_deltanet": models.GatedDeltaNetConfig(head_dim=16, expand_v=1.0, **SIZES),
     "transformer": models.TransformerConfig(**SIZES),
