@@ -1,9 +1,11 @@
 """Pure functions on arrays: one per recurrence, each with a reference and a chunk-parallel form."""
 
 from jla.ops.conv import causal_conv1d
-from jla.ops.delta import delta_rule, gated_delta_rule
+from jla.ops.delta import delta_rule, gated_delta_product, gated_delta_rule, gdn2, kda
 from jla.ops.dispatch import Choice, ImplUnavailable, use_impl
+from jla.ops.dplr import dplr_delta_rule, iplr_delta_rule, rwkv7
 from jla.ops.kinds import explain, linear_attention
+from jla.ops.linear import gla, rwkv6, simple_gla
 from jla.ops.loss import cross_entropy, l2_warp, shift_labels
 from jla.ops.norm import l2_norm, rms_norm
 from jla.ops.recurrence import Options
@@ -20,14 +22,23 @@ __all__ = [
     "cross_entropy",
     "cu_seqlens_from_segment_ids",
     "delta_rule",
+    "dplr_delta_rule",
     "explain",
+    "gated_delta_product",
     "gated_delta_rule",
+    "gdn2",
+    "gla",
+    "iplr_delta_rule",
+    "kda",
     "l2_norm",
     "l2_warp",
     "linear_attention",
     "rms_norm",
     "rotate",
+    "rwkv6",
+    "rwkv7",
     "segment_ids_from_cu_seqlens",
     "shift_labels",
+    "simple_gla",
     "use_impl",
 ]

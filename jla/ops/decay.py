@@ -64,6 +64,21 @@ class Decay:
 
         return join_blocks(diagonal[..., None, None], corner)
 
+    def enter_before(self, x: jax.Array) -> jax.Array:
+        """:meth:`enter` for what reads before its own token decays the state."""
+        entered = self.enter(_back(x))
+        return jnp.concatenate([x[..., :1, :].astype(entered.dtype), entered[..., :-1, :]], axis=-2)
+
+    def pairs_before(self, a: jax.Array, b: jax.Array, dtype) -> jax.Array:
+        """:meth:`pairs` for ``a`` that reads before its own token decays and writes: j < i."""
+        pairs = self.pairs(_back(a), b, dtype)
+        return jnp.concatenate([jnp.zeros_like(pairs[..., :1, :]), pairs[..., :-1, :]], axis=-2)
+
+
+def _back(x):
+    """``x [..., C, K]`` a token earlier; zeros at the end."""
+    return jnp.concatenate([x[..., 1:, :], jnp.zeros_like(x[..., :1, :])], axis=-2)
+
 
 def _sums(g):
     """Sums of ``g [..., h, X]`` up to each token (itself included) and from after it to the end."""

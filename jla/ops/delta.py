@@ -70,8 +70,8 @@ def gated_delta_rule(
         q, k = l2_norm(q), l2_norm(k)
     dtype = accumulator(v.dtype)
     g = jnp.zeros_like(beta, dtype) if g is None else g
-    operands = (scaled(q, scale), k, v, beta.astype(dtype)[..., None])
-    return run(GATED_DELTA_RULE, operands, g[..., None], **options)
+    beta = beta.astype(dtype)[..., None]
+    return run(GATED_DELTA_RULE, (scaled(q, scale), k, v, beta, beta), g[..., None], **options)
 
 
 def delta_rule(q, k, v, beta, **options):
@@ -79,25 +79,137 @@ def delta_rule(q, k, v, beta, **options):
     return gated_delta_rule(q, k, v, None, beta, **options)
 
 
-def _step(q, k, v, beta, decay, state):
+def kda(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    **options: Unpack[Options],
+) -> tuple[Any, ...]:
+    """Kimi Delta Attention: :func:`gated_delta_rule` with a gate per channel, ``g [B, T, H, K]``.
+
+    Kimi Linear (arXiv:2510.26692), eq. 1.
+    """
+    state = options.get("initial_state")
+    check_operands(
+        q=q, k=k, v=v, per_head={"beta": beta}, per_channel={"g": g}, initial_state=state
+    )
+    if use_qk_l2norm:
+        q, k = l2_norm(q), l2_norm(k)
+    beta = beta.astype(accumulator(v.dtype))[..., None]
+    return run(KDA, (scaled(q, scale), k, v, beta, beta), g, **options)
+
+
+def gdn2(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    b: jax.Array,
+    w: jax.Array,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    **options: Unpack[Options],
+) -> tuple[Any, ...]:
+    """Gated DeltaNet 2: :func:`kda` that erases and writes with a gate per channel each.
+
+    ``S_t = (I - k_t (b_t k_t)^T) diag(e^{g_t}) S_{t-1} + k_t (w_t v_t)^T``
+
+    Args:
+        q, k, v, g: as in :func:`kda`.
+        b: ``[B, T, H, K]`` erase gate.
+        w: ``[B, T, H, V]`` write gate.
+        scale, use_qk_l2norm, **options: as in :func:`kda`.
+    """
+    state = options.get("initial_state")
+    check_operands(q=q, k=k, v=v, per_channel={"g": g, "b": b}, initial_state=state)
+    if w.shape != v.shape:
+        raise ValueError(f"w must have v's shape {v.shape}, got {w.shape}")
+    if use_qk_l2norm:
+        q, k = l2_norm(q), l2_norm(k)
+    return run(GDN2, (scaled(q, scale), k, v, b, w), g, **options)
+
+
+def gated_delta_product(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None,
+    beta: jax.Array,
+    *,
+    num_householder: int,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    segment_ids: jax.Array | None = None,
+    state_positions: jax.Array | None = None,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Several delta-rule writes per token, one decay and one read (arXiv:2502.10297).
+
+    :func:`gated_delta_rule` over ``T * n`` writes: a token decays before its first and is read
+    after its last.
+
+    Args:
+        q: ``[B, T, Hq, K]``.
+        k, v: ``[B, T * n, Hq, K]``, ``[B, T * n, H, V]``, a token's n writes in a row.
+        g: ``[B, T, H]`` log decay of the token, or None.
+        beta: ``[B, T * n, H]``.
+        num_householder: n.
+        segment_ids, state_positions: of the T tokens.
+        scale, use_qk_l2norm, **options: as in :func:`gated_delta_rule`.
+    """
+    n, (batch, length) = num_householder, q.shape[:2]
+    if n < 1 or k.shape[:2] != (batch, length * n):
+        raise ValueError(
+            f"k must be [B, T * num_householder, Hq, K] with T={length}, {num_householder=}, "
+            f"got shape {k.shape}"
+        )
+    spread = lambda x, at: jnp.zeros((batch, length, n, *x.shape[2:]), x.dtype).at[:, :, at].set(x)  # noqa: E731
+    flat = lambda x: x.reshape(batch, length * n, *x.shape[3:])  # noqa: E731
+    if segment_ids is not None:
+        segment_ids = jnp.repeat(segment_ids, n, axis=1)
+    if state_positions is not None:
+        state_positions = state_positions * n + n - 1
+    o, *states = gated_delta_rule(
+        flat(spread(q, n - 1)),
+        k,
+        v,
+        None if g is None else flat(spread(g, 0)),
+        beta,
+        scale=scale,
+        use_qk_l2norm=use_qk_l2norm,
+        segment_ids=segment_ids,
+        state_positions=state_positions,
+        **options,
+    )
+    return o[:, n - 1 :: n], *states
+
+
+def _step(q, k, v, erase, write, decay, state):
     state = state * decay
-    error = beta * (v - jnp.einsum("bhkv,bhk->bhv", state, k, precision="highest"))
+    error = write * v - jnp.einsum("bhkv,bhk->bhv", state, erase * k, precision="highest")
     state = state + k[..., :, None] * error[..., None, :]
     return jnp.einsum("bhkv,bhk->bhv", state, q, precision="highest"), state
 
 
-def _within(q, k, v, beta, decay: Decay) -> Parts:
-    dtype = v.dtype
-    inverse = unit_lower_inverse(jnp.tril(beta * decay.pairs(k, k, dtype), -1))
-    weighted = inverse * jnp.swapaxes(beta, -1, -2)
+def _within(q, k, v, erase, write, decay: Decay) -> Parts:
+    dtype, erased = v.dtype, erase * k
+    inverse = unit_lower_inverse(jnp.tril(decay.pairs(erased, k, dtype), -1))
     return Parts(
         reads=decay.enter(q),
         scores=decay.pairs(q, k, dtype),
         keys=decay.leave(k),
         total=decay.total,
-        pulls=product("...ij,...jk->...ik", weighted, decay.enter(k), dtype),
-        writes=product("...ij,...jv->...iv", weighted, v, dtype),
+        pulls=product("...ij,...jk->...ik", inverse, decay.enter(erased), dtype),
+        writes=product("...ij,...jv->...iv", inverse, write * v, dtype),
     )
 
 
 GATED_DELTA_RULE = Recurrence("gated_delta_rule", _step, _within)
+KDA = Recurrence("kda", _step, _within)
+GDN2 = Recurrence("gdn2", _step, _within)

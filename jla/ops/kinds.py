@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jla.ops import delta, softmax
+from jla.ops import delta, dplr, linear, softmax
 from jla.ops.dispatch import Choice
 
 
@@ -15,9 +15,16 @@ class _Kind(NamedTuple):
 
 
 KINDS = {
-    "delta_rule": _Kind(delta.delta_rule, delta.GATED_DELTA_RULE.choose),
-    "gated_delta_rule": _Kind(delta.gated_delta_rule, delta.GATED_DELTA_RULE.choose),
     "attention": _Kind(softmax.attention, softmax.choose),
+    "delta_rule": _Kind(delta.delta_rule, delta.GATED_DELTA_RULE.choose),
+    "dplr_delta_rule": _Kind(dplr.dplr_delta_rule, dplr.DPLR.choose),
+    "gated_delta_product": _Kind(delta.gated_delta_product, delta.GATED_DELTA_RULE.choose),
+    "gated_delta_rule": _Kind(delta.gated_delta_rule, delta.GATED_DELTA_RULE.choose),
+    "gdn2": _Kind(delta.gdn2, delta.GDN2.choose),
+    "gla": _Kind(linear.gla, linear.GLA.choose),
+    "iplr_delta_rule": _Kind(dplr.iplr_delta_rule, dplr.DPLR.choose),
+    "kda": _Kind(delta.kda, delta.KDA.choose),
+    "simple_gla": _Kind(linear.simple_gla, linear.SIMPLE_GLA.choose),
 }
 
 
@@ -25,7 +32,7 @@ def linear_attention(kind: str, q, k, v, *args, **options):
     """Runs the op called ``kind`` on ``q, k, v`` and its own further arguments.
 
     Args:
-        kind: a key of ``KINDS``: ``"gated_delta_rule"``, ``"delta_rule"``, ``"attention"``.
+        kind: a key of ``KINDS``, the op's name: ``"gated_delta_rule"``, ``"gla"``, ``"kda"``, ...
         q, k, v, *args, **options: passed to the op of that name.
 
     Raises:

@@ -74,12 +74,15 @@ class Recurrence:
             ``e^g [B, H, X, 1]``.
         within: ``(operands of chunks..., decay: Decay) -> Parts``.
         streams: which operands are the keys of the written rows, in :class:`Parts`' order.
+        readers: which operands read the state before their token decays it; a document's first
+            token finds nothing to read.
     """
 
     name: str
     step: Callable
     within: Callable[..., Parts]
     streams: tuple[int, ...] = (1,)
+    readers: tuple[int, ...] = ()
 
     def choose(self, q, k, v, *_, impl: str = "auto", **__) -> Choice:
         """Which implementation a call runs; decided from static facts only."""
@@ -137,7 +140,7 @@ def run(
     choice = recurrence.choose(q, k, v, impl=impl)
     dtype = accumulator(v.dtype)
     operands = tuple(repeat_heads(x, v.shape[2]) for x in operands)
-    operands, g = prepare_gates(segment_ids, operands, g.astype(dtype))
+    operands, g = prepare_gates(segment_ids, operands, g.astype(dtype), recurrence.readers)
     state = zero_state(operands[1], v) if initial_state is None else initial_state.astype(dtype)
     if choice.impl == "reference":
         form = _token_by_token
@@ -249,11 +252,14 @@ def check_operands(
             raise ValueError(f"{name} must be {letters} = {shape}, got shape {x.shape}")
 
 
-def prepare_gates(segment_ids, operands: tuple[jax.Array, ...], g: jax.Array):
+def prepare_gates(
+    segment_ids, operands: tuple[jax.Array, ...], g: jax.Array, readers: tuple[int, ...] = ()
+):
     """Turns packing and padding into ``operands, g`` with nothing left to mask.
 
     Padding becomes a step with zero operands and no decay, which changes nothing and outputs 0; a
-    document's first token gets the log decay ``-inf``, which empties the state.
+    document's first token gets the log decay ``-inf``, which empties the state. The ``readers``
+    among the operands see the state before that, so theirs is 0 there.
     """
     if segment_ids is None:
         return operands, g
@@ -264,6 +270,7 @@ def prepare_gates(segment_ids, operands: tuple[jax.Array, ...], g: jax.Array):
     def over(mask, x):
         return mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))
 
-    masked = tuple(jnp.where(over(real, x), x, 0) for x in operands)
+    kept = [real & ~starts if i in readers else real for i in range(len(operands))]
+    masked = tuple(jnp.where(over(m, x), x, 0) for m, x in zip(kept, operands, strict=True))
     g = jnp.where(over(starts, g), -jnp.inf, jnp.where(over(real, g), g, 0))
     return masked, g
