@@ -39,7 +39,9 @@ def _no_hopper() -> str | None:
     return None if capability == HOPPER else f"needs compute capability {HOPPER}, got {capability}"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    # First: pytest-xdist reads the groups when its own hook runs.
     for item in items:
         # Tests of one table row share compiled functions: with `--dist loadgroup` one process
         # runs them all.

@@ -161,7 +161,12 @@ class _Place:
 
     @classmethod
     def of(cls, shape, segment_ids, cache):
-        before = jnp.zeros((shape[0],), jnp.int32) if cache is None else cache["length"]
+        if cache is not None:
+            before = cache["length"]
+        elif segment_ids is None:
+            before = jnp.zeros((shape[0],), jnp.int32)
+        else:
+            before = jnp.zeros_like(segment_ids[:, 0])  # placed as the ids are, on Explicit axes
         if segment_ids is None:
             position = before[:, None] + jnp.arange(shape[1], dtype=jnp.int32)
             return cls(position, jnp.ones(shape, bool), before, before + shape[1])

@@ -121,7 +121,7 @@ class CausalLM(nnx.Module):
         if labels is not None:
             loss = cross_entropy(logits, shift_labels(jnp.asarray(labels), segment_ids))
             if self.config.use_l2warp:
-                loss = l2_warp(loss, logits)
+                loss = l2_warp(loss, logits, segment_ids)
         return CausalLMOutput(logits, loss, out.cache, out.hidden_states)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

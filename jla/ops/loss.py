@@ -39,24 +39,34 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.sum(losses) / jnp.maximum(jnp.sum(counted), 1)
 
 
-@jax.custom_vjp
-def l2_warp(loss: jax.Array, logits: jax.Array) -> jax.Array:
+def l2_warp(loss: jax.Array, logits: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
     """``loss``, with FLA's ``l2_warp`` pull on each position's largest logit in the gradient only.
 
-    The gradient of logits ``[B, T, V]`` gains ``1e-4 / (B T) * max`` at the largest entry.
+    The gradient of logits ``[B, T, V]`` gains ``1e-4 / (B T) * max`` at the largest entry. Padding
+    (0 in ``segment_ids [B, T]``) is neither pulled nor counted in ``B T``; FLA does both, so that
+    padding a row there weakens the pull on its tokens.
     """
+    if segment_ids is None:
+        return _warp(loss, logits, jnp.full(logits.shape[:2], 1 / logits[..., 0].size))
+    real = segment_ids != 0
+    return _warp(loss, logits, real / jnp.maximum(jnp.sum(real), 1))
+
+
+@jax.custom_vjp
+def _warp(loss, logits, share):
     return loss
 
 
-def _warp_fwd(loss, logits):
-    return loss, logits
+def _warp_fwd(loss, logits, share):
+    return loss, (logits, share)
 
 
-def _warp_bwd(logits, dloss):
+def _warp_bwd(saved, dloss):
+    logits, share = saved
     top = jnp.max(logits, axis=-1, keepdims=True)
     at_top = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=logits.dtype)
-    factor = 1e-4 / (logits.shape[0] * logits.shape[1])
-    return dloss, (dloss * factor * top * at_top).astype(logits.dtype)
+    pull = 1e-4 * dloss * share[..., None] * top * at_top
+    return dloss, pull.astype(logits.dtype), jnp.zeros_like(share)
 
 
-l2_warp.defvjp(_warp_fwd, _warp_bwd)
+_warp.defvjp(_warp_fwd, _warp_bwd)
