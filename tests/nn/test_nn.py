@@ -68,11 +68,9 @@ def test_gated_mlp(act):
 
 
 def test_inner_width_of_the_mlp():
-    width = lambda *args: (
-        nnx.eval_shape(  # noqa: E731
-            lambda: GatedMLP(*args, rngs=nnx.Rngs(0))
-        ).intermediate_size
-    )
+    def width(*args):
+        return nnx.eval_shape(lambda: GatedMLP(*args, rngs=nnx.Rngs(0))).intermediate_size
+
     assert width(1024) == 2816  # 2/3 * 4 * 1024 = 2730.7, up to a multiple of 256
     assert width(1024, 3) == 2048
     assert width(1024, None, 77) == 77
