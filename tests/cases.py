@@ -26,12 +26,15 @@ class Mixer:
     Attributes:
         build: ``build(rngs=..., dtype=..., param_dtype=..., impl=...)`` makes the mixer.
         other_impl: an implementation that ``"auto"`` does not take at the suite's lengths.
+        variant: the row differs from another one in options only. What JAX and Flax do to a module
+            does not depend on those, so there a variant waits for the whole table (slow).
         meaningful: the part of a cache that later tokens can see, the rest set to 0.
         cannot: question -> reason.
     """
 
     build: Callable[..., TokenMixer]
     other_impl: str = "reference"
+    variant: bool = False
     meaningful: Callable = lambda cache: cache
     cannot: Mapping[str, str] = field(default_factory=dict)
 
@@ -51,7 +54,10 @@ _softmax = partial(Mixer, other_impl="chunk", meaningful=filled_slots)
 
 MIXERS: dict[str, Mixer] = {
     "gdn": Mixer(partial(_delta, expand_v=1.5, num_v_heads=6)),
-    "gdn-plain": Mixer(partial(_delta, expand_v=0.5, use_gate=False, use_short_conv=False)),
+    "gdn-plain": Mixer(
+        partial(_delta, expand_v=0.5, use_gate=False, use_short_conv=False),
+        variant=True,
+    ),
     "gdn-options": Mixer(
         partial(
             _delta,
@@ -60,13 +66,14 @@ MIXERS: dict[str, Mixer] = {
             conv_size=3,
             conv_bias=True,
             output_gate_activation="sigmoid",
-        )
+        ),
+        variant=True,
     ),
     "attention": _softmax(partial(_attention, num_heads=6, num_kv_heads=3, qkv_bias=True)),
     "attention-window": _softmax(
         partial(_attention, num_heads=3, num_kv_heads=1, window_size=4, qk_norm=True)
     ),
-    "attention-nope": _softmax(partial(_attention, num_heads=3, rope_theta=None)),
+    "attention-nope": _softmax(partial(_attention, num_heads=3, rope_theta=None), variant=True),
 }
 
 
@@ -84,12 +91,18 @@ def build(row: str, **options) -> TokenMixer:
     return mixer
 
 
-def rows(question: str, table: Mapping[str, Mixer] = MIXERS):
-    """``parametrize`` over the table; a row that cannot answer is a strict expected failure."""
+def rows(question: str, table: Mapping[str, Mixer] = MIXERS, *, variants: bool = True):
+    """``parametrize`` over the table; a row that cannot answer is a strict expected failure.
+
+    Without ``variants`` these rows are marked slow. Tests run row by row, not test by test.
+    """
 
     def param(name, case):
         reason = case.cannot.get(question)
         marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
+        if case.variant and not variants:
+            marks.append(pytest.mark.slow)
         return pytest.param(name, marks=marks, id=name)
 
-    return pytest.mark.parametrize("row", [param(name, case) for name, case in table.items()])
+    params = [param(name, case) for name, case in table.items()]
+    return pytest.mark.parametrize("row", params, scope="module")

@@ -58,7 +58,7 @@ class ShortConvolution(nnx.Module):
     ) -> tuple[jax.Array, jax.Array | None]:
         """``[B, T, D]`` and the window ``[B, W-1, D]`` before it to output and new window.
 
-        The new window is None where none was given.
+        The new window is None where none was given, else in the given one's dtype.
         """
         y, after = causal_conv1d(
             x,
@@ -69,7 +69,8 @@ class ShortConvolution(nnx.Module):
             initial_state=window,
             output_final_state=window is not None,
         )
-        return y, after
+        kept = window is not None and after is not None
+        return y, after.astype(window.dtype) if kept else None
 
     def new_window(self, batch_size: int, dtype) -> jax.Array:
         """The window before any token: zeros ``[B, W-1, D]``."""

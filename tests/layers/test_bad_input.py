@@ -81,7 +81,7 @@ def test_a_refused_call_leaves_the_decoding_cache_alone(row):
     mixer = cases.build(row)
     x = random(0, (B, T, HIDDEN))
     mixer.init_cache((B, 8, HIDDEN))
-    mixer(x[:, :1], decode=True)
+    nnx.jit(lambda m, x: m(x, decode=True))(mixer, x[:, :1])
     before = jax.tree.map(np.asarray, nnx.state(mixer, nnx.Cache))
     with pytest.raises(ValueError, match="with a batch of 2 needs"):
         mixer(x[:2], decode=True)

@@ -33,7 +33,7 @@ CASES = {
     ),
     "no token": (
         {n: x[:, :0] for n, x in inputs().items()},
-        r"q must have at least one token, got shape \(2, 0, 3, 4\)",
+        r"must not be empty, got shapes \(2, 0, 3, 4\)",
     ),
     "heads of g": ({"g": ones(B, T, GROUPS)}, r"g must be \[B, T, H\] = \(2, 5, 6\), got"),
     "rank of beta": ({"beta": ones(B, T, H, V)}, r"beta must be \[B, T, H\] = \(2, 5, 6\), got"),
