@@ -18,6 +18,8 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
+from jla.kernels import limits
+from jla.ops import segments
 from jla.ops.chunking import accumulator, product, unit_lower_inverse
 from jla.ops.decay import Decay
 from jla.ops.norm import l2_norm
@@ -66,12 +68,36 @@ def gated_delta_rule(
     """
     state = options.get("initial_state")
     check_operands(q=q, k=k, v=v, per_head={"g": g, "beta": beta}, initial_state=state)
+    facts = dict(scale=scale, state_positions=options.get("state_positions"))
+    choice = GATED_DELTA_RULE.choose(q, k, v, impl=options.get("impl", "auto"), **facts)
+    if choice.impl == "mosaic":
+        return _hopper(q, k, v, g, beta, scale, use_qk_l2norm, **options)
     if use_qk_l2norm:
         q, k = l2_norm(q), l2_norm(k)
     dtype = accumulator(v.dtype)
     g = jnp.zeros_like(beta, dtype) if g is None else g
     beta = beta.astype(dtype)[..., None]
     return run(GATED_DELTA_RULE, (scaled(q, scale), k, v, beta, beta), g[..., None], **options)
+
+
+def _hopper(q, k, v, g, beta, scale, use_qk_l2norm, **options: Unpack[Options]):
+    from jla.kernels.gated_delta_rule import gated_delta_rule as kernel
+
+    segment_ids = options.get("segment_ids")
+    if segment_ids is not None:
+        segment_ids = segments.check_segment_ids(segment_ids, v.shape[:2])
+    o, state = kernel(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        initial_state=options.get("initial_state"),
+        segment_ids=segment_ids,
+        use_qk_l2norm=use_qk_l2norm,
+    )
+    return o, state if options.get("output_final_state") else None
 
 
 def delta_rule(q, k, v, beta, **options):
@@ -210,6 +236,6 @@ def _within(q, k, v, erase, write, decay: Decay) -> Parts:
     )
 
 
-GATED_DELTA_RULE = Recurrence("gated_delta_rule", _step, _within)
+GATED_DELTA_RULE = Recurrence("gated_delta_rule", _step, _within, limit=limits.gated_delta_rule)
 KDA = Recurrence("kda", _step, _within)
 GDN2 = Recurrence("gdn2", _step, _within)

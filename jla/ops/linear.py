@@ -16,6 +16,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
+from jla.kernels import limits
 from jla.ops.chunking import accumulator
 from jla.ops.decay import Decay
 from jla.ops.recurrence import Options, Parts, Recurrence, check_operands, run, scaled
@@ -135,6 +136,6 @@ def _rwkv6_within(r, k, v, u, reader, decay: Decay) -> Parts:
     )
 
 
-SIMPLE_GLA = Recurrence("simple_gla", _step, _within)
+SIMPLE_GLA = Recurrence("simple_gla", _step, _within, limit=limits.simple_gla)
 GLA = Recurrence("gla", _step, _within)
 RWKV6 = Recurrence("rwkv6", _rwkv6_step, _rwkv6_within, readers=(4,))

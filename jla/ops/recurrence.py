@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jla.kernels import limits
 from jla.ops import segments
 from jla.ops.chunking import accumulator, from_chunks, pick_chunk, product, repeat_heads, to_chunks
 from jla.ops.decay import Decay
@@ -76,6 +77,7 @@ class Recurrence:
         streams: which operands are the keys of the written rows, in :class:`Parts`' order.
         readers: which operands read the state before their token decays it; a document's first
             token finds nothing to read.
+        limit: of the family's Hopper kernel, see :mod:`jla.kernels.limits`; None: it has none.
     """
 
     name: str
@@ -83,12 +85,19 @@ class Recurrence:
     within: Callable[..., Parts]
     streams: tuple[int, ...] = (1,)
     readers: tuple[int, ...] = ()
+    limit: Callable[..., str | None] | None = None
 
-    def choose(self, q, k, v, *_, impl: str = "auto", **__) -> Choice:
+    def choose(
+        self, q, k, v, *_, impl: str = "auto", scale=None, state_positions=None, **__
+    ) -> Choice:
         """Which implementation a call runs; decided from static facts only."""
-        offers = {"reference": None, "chunk": None, "mosaic": "no Hopper kernel is offered yet"}
-        # One token is one step of the recurrence: nothing to be parallel over.
-        order = ("mosaic", "reference") if q.shape[1] == 1 else ("mosaic", "chunk", "reference")
+        refusal = limits.NO_KERNEL
+        if self.limit is not None:
+            refusal = self.limit(q, k, v, scale=scale, state_positions=state_positions)
+        offers = {"reference": None, "chunk": None, "mosaic": refusal}
+        # A kernel runs when named, until all of its GPU tests have passed on the version here. One
+        # token is one step of the recurrence: nothing to be parallel over.
+        order = ("reference",) if q.shape[1] == 1 else ("chunk", "reference")
         return select(self.name, impl, offers, order)
 
 

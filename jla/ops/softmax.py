@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jla.kernels import limits
 from jla.ops import segments
 from jla.ops.chunking import product, repeat_heads
 from jla.ops.dispatch import Choice, select
@@ -116,7 +117,7 @@ def choose(
         "reference": None,
         "chunk": None,
         "cudnn": _no_cudnn(q, v, segment_ids, past),
-        "mosaic": "no Hopper kernel is offered yet",
+        "mosaic": limits.NO_KERNEL,
     }
     short = q.shape[1] <= QUERY_BLOCK
     order = ("mosaic", "cudnn", "reference") if short else ("mosaic", "cudnn", "chunk", "reference")

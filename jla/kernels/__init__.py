@@ -1,0 +1,1 @@
+"""Pallas Mosaic GPU kernels for Hopper; ``limits`` tells what they can run."""

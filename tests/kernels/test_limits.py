@@ -1,0 +1,53 @@
+"""What kernels say they cannot run, from shapes and dtypes alone."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jla import ops
+from jla.kernels import limits
+
+
+def qkv(k=128, v=128, dtype=jnp.bfloat16):
+    spec = jax.ShapeDtypeStruct
+    return spec((1, 64, 2, k), dtype), spec((1, 64, 2, k), dtype), spec((1, 64, 4, v), dtype)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A process that sees one Hopper GPU, as far as limits look."""
+    monkeypatch.setattr(limits, "hopper", lambda: None)
+
+
+def test_the_device_is_asked_last_and_named():
+    if jax.default_backend() == "gpu":
+        pytest.skip("here it may run")
+    assert "needs a Hopper GPU" in limits.gated_delta_rule(*qkv())
+    assert "at most 128" in limits.gated_delta_rule(*qkv(256))
+
+
+@pytest.mark.parametrize(
+    "args, options, reason",
+    [
+        (qkv(256), {}, "head sizes may be at most 128, got K=256 and V=128"),
+        (qkv(dtype=jnp.float32), {}, "must all be bfloat16 or float16, got float32"),
+        (qkv(), dict(scale=-1.0), "scale must be above 0"),
+        (qkv(), dict(state_positions=jnp.zeros((1, 1), jnp.int32)), "no state_positions"),
+    ],
+)
+def test_the_gated_delta_rule_kernel_tells_what_it_lacks(hopper, args, options, reason):
+    assert reason in ops.explain("gated_delta_rule", *args, **options).refused["mosaic"]
+    with pytest.raises(ops.ImplUnavailable, match="impl='mosaic' cannot run this call"):
+        ops.explain("gated_delta_rule", *args, impl="mosaic", **options)
+
+
+def test_the_kernel_runs_where_it_is_named(hopper):
+    """And auto does not take it yet: that waits for all GPU tests on this version."""
+    for sizes in ((64, 64), (80, 96), (128, 128)):
+        assert ops.explain("gated_delta_rule", *qkv(*sizes), impl="mosaic").impl == "mosaic"
+        assert ops.explain("gated_delta_rule", *qkv(*sizes)).impl == "chunk"
+
+
+def test_ops_without_a_kernel_say_so(hopper):
+    assert "no Hopper kernel" in ops.explain("kda", *qkv()).refused["mosaic"]
+    assert "not offered before" in ops.explain("simple_gla", *qkv()).refused["mosaic"]
