@@ -40,6 +40,7 @@ def run(args, weights, segment_ids, activation=None):
     return *out, grads
 
 
+conv = jax.jit(causal_conv1d, static_argnames=("activation", "output_final_state"))
 compiled = jax.jit(run, static_argnames="activation")
 
 
@@ -78,15 +79,15 @@ def test_golden_numbers():
     """G5: taps over two documents of three tokens."""
     x = np.arange(1.0, 7.0, dtype=np.float32)[None, :, None]
     taps = np.array([[0.1], [0.2], [0.7]], np.float32)
-    y, _ = causal_conv1d(x, taps, segment_ids=np.array([[1, 1, 1, 2, 2, 2]]))
+    y, _ = conv(x, taps, segment_ids=np.array([[1, 1, 1, 2, 2, 2]]))
     assert_close(y[0, :, 0], [0.7, 1.6, 2.6, 2.8, 4.3, 5.6])
 
 
 @pytest.mark.parametrize("activation", ["silu", "swish"])
 def test_activation(activation):
     args = inputs(3)
-    plain, _ = causal_conv1d(**args)
-    y, window = causal_conv1d(**args, activation=activation)
+    plain, _ = conv(**args)
+    y, window = conv(**args, activation=activation)
     assert_close(y, jax.nn.silu(plain))
     assert window is None
 
@@ -95,7 +96,7 @@ def test_activation(activation):
 def test_rows_shorter_than_the_window(length):
     args = inputs(4, length)
     ids = packed(length)
-    y, window = causal_conv1d(**args, segment_ids=ids, output_final_state=True)
+    y, window = conv(**args, segment_ids=ids, output_final_state=True)
     want_y, want = oracle.causal_conv1d(
         args["x"], args["kernel"], args["bias"], args["initial_state"], ids
     )
@@ -105,9 +106,9 @@ def test_rows_shorter_than_the_window(length):
 
 def test_dtypes_and_narrow_sums():
     args = {name: jnp.asarray(x, jnp.bfloat16) for name, x in inputs(4).items()}
-    y, window = causal_conv1d(**args, output_final_state=True)
+    y, window = conv(**args, output_final_state=True)
     assert y.dtype == window.dtype == jnp.bfloat16
-    wide, _ = causal_conv1d(**{name: x.astype(jnp.float32) for name, x in args.items()})
+    wide, _ = conv(**{name: x.astype(jnp.float32) for name, x in args.items()})
     # Summed in float32, rounded once: within half a unit in the last place, entry by entry.
     assert np.all(np.abs(np.asarray(y, np.float32) - wide) <= np.abs(wide) * 2**-8 + 1e-6)
 
@@ -115,7 +116,7 @@ def test_dtypes_and_narrow_sums():
 def test_pieces_are_one_row():
     args = inputs(4)
     ids = packed(9)
-    want = causal_conv1d(**args, segment_ids=ids, output_final_state=True)
+    want = conv(**args, segment_ids=ids, output_final_state=True)
     for split in ([1] * 9, [2, 7], [5, 1, 3]):
         window, ys, at = args["initial_state"], [], 0
         for n in split:
@@ -129,7 +130,7 @@ def test_pieces_are_one_row():
                     window = np.asarray(window).copy()
                     window[row] = 0
             part["initial_state"] = window
-            y, window = causal_conv1d(**part, segment_ids=piece, output_final_state=True)
+            y, window = conv(**part, segment_ids=piece, output_final_state=True)
             ys.append(y)
             at += n
         assert_trees_close((np.concatenate(ys, axis=1), window), want, what=str(split))

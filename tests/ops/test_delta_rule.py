@@ -80,6 +80,8 @@ def run(args, weigh, segment_ids, **options):
     return {"o": o, "final_state": state} | {f"d_{name}": d for name, d in grads.items()}
 
 
+STATIC = ("scale", "impl", "output_final_state")
+rule, plain_rule = (jax.jit(op, static_argnames=STATIC) for op in (gated_delta_rule, delta_rule))
 compiled = jax.jit(run, static_argnames=("scale", "impl", "chunk_size", "use_qk_l2norm"))
 
 
@@ -144,7 +146,7 @@ def test_no_gate_is_gate_zero_and_is_the_delta_rule():
         np.ones((BATCH, LENGTH)),
     )
     for impl in IMPLS:
-        o, state = delta_rule(**args, scale=1.0, impl=impl)
+        o, state = plain_rule(**args, scale=1.0, impl=impl)
         assert_close(o, want, times=3)
         assert state is None
 
@@ -160,17 +162,17 @@ def golden(q, k, log_decay):
 def test_golden_numbers(impl):
     # G1: orthogonal keys, the second token halves what the first wrote.
     args = golden([[1, 0], [1, 1]], [[1, 0], [0, 1]], 0.5)
-    o, state = gated_delta_rule(*args, scale=1.0, output_final_state=True, impl=impl)
+    o, state = rule(*args, scale=1.0, output_final_state=True, impl=impl)
     assert_close(o[0, :, 0], [[1, 2], [2, 3]])
     assert_close(state[0, 0], [[0.5, 1], [1.5, 2]])
     # G2, S11: the decay comes before the error; after it would give [1.5, 2.0].
     args = golden([[1, 0], [1, 0]], [[1, 0], [1, 0]], 0.5)
-    o, _ = gated_delta_rule(*args, scale=1.0, impl=impl)
+    o, _ = rule(*args, scale=1.0, impl=impl)
     assert_close(o[0, 1, 0], [1.75, 2.5])
     # S09: with gate 0 it is DeltaNet.
     args = golden([[1, 0], [1, 0]], [[1, 0], [1, 0]], 1.0)
-    o, _ = gated_delta_rule(*args, scale=1.0, impl=impl)
-    plain, _ = delta_rule(*args[:3], args[4], scale=1.0, impl=impl)
+    o, _ = rule(*args, scale=1.0, impl=impl)
+    plain, _ = plain_rule(*args[:3], args[4], scale=1.0, impl=impl)
     assert_close(o[0, 1, 0], [2, 3])
     assert_close(plain, o)
 
@@ -274,7 +276,7 @@ def test_dtypes():
     want = {name: np.asarray(x, np.float32) for name, x in args.items()}
     exact, states = oracle.gated_delta_rule(*want.values(), K**-0.5, np.ones((BATCH, LENGTH)))
     for impl in IMPLS:
-        o, state = gated_delta_rule(**args, output_final_state=True, impl=impl)
+        o, state = rule(**args, output_final_state=True, impl=impl)
         assert o.dtype == jnp.bfloat16 and state.dtype == jnp.float32
         assert_close(o, exact, dtype="bfloat16")
         assert_close(state, states[:, -1], dtype="bfloat16")
