@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -43,9 +45,17 @@ def causal_conv1d(
         ValueError: shapes that disagree, or an unknown activation.
     """
     _check(x, kernel, bias, activation, initial_state)
-    batch, length, width = x.shape[0], x.shape[1], kernel.shape[0]
     if segment_ids is not None:
-        segment_ids = segments.check_segment_ids(segment_ids, (batch, length), x)
+        segment_ids = segments.check_segment_ids(segment_ids, x.shape[:2], x)
+    y, state = _convolve(x, kernel, bias, segment_ids, initial_state, activation=activation)
+    return y, state if output_final_state else None
+
+
+# Compiled as one, so that calls outside of jit do not run operation by operation.
+@partial(jax.jit, static_argnames="activation")
+def _convolve(x, kernel, bias, segment_ids, initial_state, *, activation):
+    length, width = x.shape[1], kernel.shape[0]
+    if segment_ids is not None:
         x = jnp.where((segment_ids != 0)[..., None], x, 0)
     past = width - 1
     if initial_state is None:
@@ -63,7 +73,7 @@ def causal_conv1d(
     y = ACTIVATIONS[activation](y).astype(x.dtype)
     if segment_ids is not None:
         y = jnp.where((segment_ids != 0)[..., None], y, 0)
-    return y, state if output_final_state else None
+    return y, state
 
 
 def _check(x, kernel, bias, activation, initial_state):

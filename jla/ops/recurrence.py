@@ -161,6 +161,8 @@ def run(
     return outputs if state_positions is None else (*outputs, states)
 
 
+# Compiled as one: outside of jit a call would else run, and trace, operation by operation.
+@partial(jax.jit, static_argnums=0)
 def _token_by_token(recurrence, operands, g, state, state_positions):
     def token(state, inputs):
         operands, g = inputs
@@ -175,6 +177,7 @@ def _token_by_token(recurrence, operands, g, state, state_positions):
     return jnp.moveaxis(o, 0, 1), state, states
 
 
+@partial(jax.jit, static_argnums=0, static_argnames="chunk")
 def _chunk_by_chunk(recurrence, operands, g, state, state_positions, *, chunk):
     length, dtype = g.shape[1], operands[2].dtype
     operands, g = tuple(to_chunks(x, chunk) for x in operands), to_chunks(g, chunk)

@@ -164,6 +164,8 @@ def _tags(q, segment_ids) -> _Tag:
     return _Tag(document, segments.document_positions(segment_ids))
 
 
+# Compiled as one, so that calls outside of jit do not run operation by operation.
+@partial(jax.jit, static_argnames="window_size")
 def _dense(q, k, v, q_tag, k_tag, scale, window_size):
     """All scores at once: ``q [B, t, H, K]`` against ``k [B, L, H, K]``."""
     scores = scale * product("bthk,bshk->bhts", q, k, q.dtype)
@@ -182,6 +184,7 @@ def _dense(q, k, v, q_tag, k_tag, scale, window_size):
     return product("bhts,bshv->bthv", weights, v, v.dtype).astype(v.dtype)
 
 
+@partial(jax.jit, static_argnames="window_size")
 def _blocked(q, k, v, q_tag, k_tag, scale, window_size):
     """:func:`_dense` for a block of queries at a time, recomputed in the backward."""
     batch, length = q.shape[:2]

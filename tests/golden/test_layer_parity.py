@@ -101,7 +101,8 @@ def test_gated_deltanet_cache_is_fla_s_transposed():
     largest = np.max(np.abs(case.recorded["cache.recurrent_state"]))
     ours, theirs = case.part("cache.recurrent_state", state), case.recorded["cache.recurrent_state"]
     assert_close(ours, theirs, tol=2e-5)
-    assert np.max(np.abs(theirs - np.swapaxes(theirs, -1, -2))) > 0.1 * largest
+    if theirs.shape[-1] == theirs.shape[-2]:  # the trimmed copy is cut square
+        assert np.max(np.abs(theirs - np.swapaxes(theirs, -1, -2))) > 0.1 * largest
     for i, name in enumerate("qkv"):
         window = np.moveaxis(np.asarray(cache["conv_state"][name]), 1, 2)
         theirs = case.recorded[f"cache.conv_state.{i}"]
