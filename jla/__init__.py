@@ -10,9 +10,7 @@ import importlib
 
 __version__ = "0.1.0.dev0"
 
-_SUBPACKAGES = ("cache", "convert", "generation", "layers", "models", "nn", "ops", "train")
-
-__all__ = [*_SUBPACKAGES]
+__all__ = ["cache", "convert", "generation", "layers", "models", "nn", "ops", "train"]
 
 
 def _refuse_mixed_installation() -> None:
@@ -33,10 +31,10 @@ _refuse_mixed_installation()
 
 
 def __getattr__(name: str):
-    if name in _SUBPACKAGES:
+    if name in __all__:
         return importlib.import_module(f"jla.{name}")
     raise AttributeError(f"module 'jla' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_SUBPACKAGES])
+    return sorted([*globals(), *__all__])

@@ -69,8 +69,9 @@ class ShortConvolution(nnx.Module):
             initial_state=window,
             output_final_state=window is not None,
         )
-        kept = window is not None and after is not None
-        return y, after.astype(window.dtype) if kept else None
+        if window is None or after is None:
+            return y, None
+        return y, after.astype(window.dtype)
 
     def new_window(self, batch_size: int, dtype) -> jax.Array:
         """The window before any token: zeros ``[B, W-1, D]``."""
