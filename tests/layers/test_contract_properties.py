@@ -337,11 +337,12 @@ def test_every_implementation_gives_the_same(row):
 def test_every_length_padded_and_exact(row, length):
     p = probe(row)
     x, weights = inputs(length, 15)
-    want = p(x, None, None, weights)
+    room = p.mixer.new_cache(BATCH, 136)
+    want = p(x, None, room, weights)
     garbage = random(16, (BATCH, 136, HIDDEN), scale=100.0)
     at = [np.arange(length), np.arange(136 - length, 136), np.arange(3, 3 + length)]
     ids = np.zeros((BATCH, 136), np.int32)
     for r, places in enumerate(at):
         ids[r, places] = 1
-    got = p(spread(x, at, garbage), ids, None, spread(weights, at, garbage))
+    got = p(spread(x, at, garbage), ids, room, spread(weights, at, garbage))
     check_same(p, got, want, at)
