@@ -11,7 +11,7 @@ from einops import rearrange
 from flax import nnx
 
 from jla.layers.mixer import Cache, TokenMixer
-from jla.nn import GatedRMSNorm, RMSNorm, ShortConvolution, init
+from jla.nn import GatedRMSNorm, RMSNorm, ShortConvolution, convolve, init, new_windows
 from jla.nn.param import float32_param
 from jla.ops import gated_delta_rule
 
@@ -113,12 +113,12 @@ class GatedDeltaNet(TokenMixer):
     def mix(self, x, *, segment_ids, positions, cache):
         """See :meth:`TokenMixer.mix`; the cache holds three windows and the state."""
         windows = None if cache is None else cache.get("conv_state")
-        q, k, v, windows = self._project(x, segment_ids, windows)
+        heads, windows = self._project(x, segment_ids, windows)
         beta = jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
         o, state = gated_delta_rule(
-            rearrange(q, "b t (h k) -> b t h k", k=self.head_dim),
-            rearrange(k, "b t (h k) -> b t h k", k=self.head_dim),
-            rearrange(v, "b t (h v) -> b t h v", v=self.head_v_dim),
+            rearrange(heads["q"], "b t (h k) -> b t h k", k=self.head_dim),
+            rearrange(heads["k"], "b t (h k) -> b t h k", k=self.head_dim),
+            rearrange(heads["v"], "b t (h v) -> b t h v", v=self.head_v_dim),
             softplus_decay(self.a_proj(x), self.A_log[...], self.dt_bias[...]),
             beta * 2 if self.allow_neg_eigval else beta,
             initial_state=None if cache is None else cache["recurrent_state"],
@@ -141,22 +141,17 @@ class GatedDeltaNet(TokenMixer):
         shape = (batch_size, self.num_v_heads, self.head_dim, self.head_v_dim)
         state: Cache = {"recurrent_state": jnp.zeros(shape, jnp.float32)}
         if self.use_short_conv:
-            convs = {"q": self.q_conv1d, "k": self.k_conv1d, "v": self.v_conv1d}
-            state["conv_state"] = {
-                name: conv.new_window(batch_size, dtype) for name, conv in convs.items()
-            }
+            state["conv_state"] = new_windows(self._convs(), batch_size, dtype)
         return state
 
+    def _convs(self) -> dict[str, ShortConvolution]:
+        return {"q": self.q_conv1d, "k": self.k_conv1d, "v": self.v_conv1d}
+
     def _project(self, x, segment_ids, windows):
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        streams = {"q": self.q_proj(x), "k": self.k_proj(x), "v": self.v_proj(x)}
         if not self.use_short_conv:
-            return jax.nn.silu(q), jax.nn.silu(k), jax.nn.silu(v), None
-        before = dict.fromkeys("qkv") if windows is None else windows
-        after = {}
-        q, after["q"] = self.q_conv1d(q, segment_ids=segment_ids, window=before["q"])
-        k, after["k"] = self.k_conv1d(k, segment_ids=segment_ids, window=before["k"])
-        v, after["v"] = self.v_conv1d(v, segment_ids=segment_ids, window=before["v"])
-        return q, k, v, None if windows is None else after
+            return jax.tree.map(jax.nn.silu, streams), None
+        return convolve(self._convs(), streams, segment_ids=segment_ids, windows=windows)
 
 
 def softplus_decay(a: jax.Array, a_log: jax.Array, dt_bias: jax.Array) -> jax.Array:

@@ -1,7 +1,14 @@
 """Building blocks with parameters, under FLA's names."""
 
-from jla.nn.conv import ShortConvolution
+from jla.nn.conv import ShortConvolution, convolve, new_windows
 from jla.nn.mlp import GatedMLP
 from jla.nn.norm import GatedRMSNorm, RMSNorm
 
-__all__ = ["GatedMLP", "GatedRMSNorm", "RMSNorm", "ShortConvolution"]
+__all__ = [
+    "GatedMLP",
+    "GatedRMSNorm",
+    "RMSNorm",
+    "ShortConvolution",
+    "convolve",
+    "new_windows",
+]

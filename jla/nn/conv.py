@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -76,3 +78,30 @@ class ShortConvolution(nnx.Module):
     def new_window(self, batch_size: int, dtype) -> jax.Array:
         """The window before any token: zeros ``[B, W-1, D]``."""
         return jnp.zeros((batch_size, self.kernel_size - 1, self.hidden_size), dtype)
+
+
+Streams = Mapping[str, jax.Array]
+
+
+def convolve(
+    convs: Mapping[str, ShortConvolution],
+    streams: Streams,
+    *,
+    segment_ids: jax.Array | None = None,
+    windows: Streams | None = None,
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array] | None]:
+    """Each named stream ``[B, T, D]`` through its own convolution.
+
+    Returns:
+        The filtered streams and, where ``windows`` are given, the windows after them.
+    """
+    y, after = {}, {}
+    for name, conv in convs.items():
+        window = None if windows is None else windows[name]
+        y[name], after[name] = conv(streams[name], segment_ids=segment_ids, window=window)
+    return y, None if windows is None else after
+
+
+def new_windows(convs: Mapping[str, ShortConvolution], batch_size: int, dtype) -> Streams:
+    """The window of each convolution before any token."""
+    return {name: conv.new_window(batch_size, dtype) for name, conv in convs.items()}
