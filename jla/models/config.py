@@ -25,7 +25,9 @@ class Config(PreTrainedConfig):
     """Fields that FLA's configs share. A family adds its own as annotated class attributes.
 
     Unknown keys of a ``config.json`` are kept and written back. ``deprecated`` maps old key names
-    to today's. FLA's implementation switches are checked and kept, without effect here.
+    to today's. ``lacking`` names the fields of this class that FLA's config of the family does not
+    have: they are written only where they were given. FLA's implementation switches are checked and
+    kept, without effect here.
 
     Raises:
         ValueError: a field of the wrong type or an impossible value, all of them in one message.
@@ -34,6 +36,7 @@ class Config(PreTrainedConfig):
     model_type: ClassVar[str] = ""
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     deprecated: ClassVar[dict[str, str]] = {}
+    lacking: ClassVar[frozenset[str]] = frozenset()
 
     hidden_size: int = 2048
     num_hidden_layers: int = 24
@@ -69,6 +72,11 @@ class Config(PreTrainedConfig):
         problems = self._type_problems() or self.problems()
         if problems:
             raise ValueError(f"{type(self).__name__}: " + "; ".join(problems))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is written to ``config.json``."""
+        absent = {name for name in self.lacking if getattr(self, name) == getattr(Config, name)}
+        return {name: value for name, value in super().to_dict().items() if name not in absent}
 
     def problems(self) -> list[str]:
         """What is wrong with the values, one phrase each. A family extends this list."""
