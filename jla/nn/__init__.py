@@ -1,9 +1,9 @@
 """Building blocks with parameters, under FLA's names."""
 
 from jla.nn.chain import Chain, low_rank
-from jla.nn.conv import ShortConvolution, convolve, new_windows
+from jla.nn.conv import ShortConvolution, convolve, new_windows, short_convolution
 from jla.nn.mlp import GatedMLP
-from jla.nn.norm import GatedRMSNorm, RMSNorm
+from jla.nn.norm import GatedRMSNorm, RMSNorm, head_norm
 
 __all__ = [
     "Chain",
@@ -12,6 +12,8 @@ __all__ = [
     "RMSNorm",
     "ShortConvolution",
     "convolve",
+    "head_norm",
     "low_rank",
     "new_windows",
+    "short_convolution",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,14 @@ class ShortConvolution(nnx.Module):
     def new_window(self, batch_size: int, dtype) -> jax.Array:
         """The window before any token: zeros ``[B, W-1, D]``."""
         return jnp.zeros((batch_size, self.kernel_size - 1, self.hidden_size), dtype)
+
+
+def short_convolution(
+    kernel_size: int, bias: bool, param_dtype, kernel_init: init.Initializer | None, rngs: nnx.Rngs
+) -> Callable[..., ShortConvolution]:
+    """:class:`ShortConvolution` with a mixer's settings filled in: call it with the channels."""
+    settings = dict(param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+    return partial(ShortConvolution, kernel_size=kernel_size, bias=bias, **settings)
 
 
 Streams = Mapping[str, jax.Array]

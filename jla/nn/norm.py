@@ -66,3 +66,12 @@ class GatedRMSNorm(nnx.Module):
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         """``x`` and ``gate`` ``[..., D]`` to ``[..., D]`` in x's dtype."""
         return rms_norm(x, self.scale[...], gate=gate, activation=self.activation, eps=self.eps)
+
+
+def head_norm(
+    num_features: int, activation: str | None, eps: float, param_dtype
+) -> RMSNorm | GatedRMSNorm:
+    """The norm of a mixer's heads before its output projection; ungated if no activation is."""
+    if activation is None:
+        return RMSNorm(num_features, eps=eps, param_dtype=param_dtype)
+    return GatedRMSNorm(num_features, activation=activation, eps=eps, param_dtype=param_dtype)
