@@ -14,7 +14,7 @@ from jla.convert.table import Slot, legacy_names, slots
 from jla.nn.param import is_float32_param
 
 # Torch names of a tied head: the same tensor as the embeddings under another name.
-TIED_HEAD, EMBEDDINGS = "lm_head.weight", "model.embeddings.weight"
+TIED_HEAD, EMBEDDINGS = "lm_head.weight", ".embeddings.weight"
 
 
 class CheckpointError(ValueError):
@@ -50,7 +50,7 @@ def load_state_dict(
     """
     filled = list(slots(module))
     source = _today(module, tensors, {name for slot in filled for name in slot.names})
-    tied = _drop_tied_head(source, filled)
+    tied, embeddings = _drop_tied_head(source, filled)
     problems, values = _name_problems(source, filled), []
     for slot in filled:
         try:
@@ -58,8 +58,8 @@ def load_state_dict(
                 values.append(_value(slot, tensors, source, keep_dtype, place))
         except _Misshaped as error:
             problems.append(str(error))
-    if tied and not np.array_equal(_host(tensors[source[EMBEDDINGS]]), _host(tensors[tied])):
-        problems.append(f"{TIED_HEAD} differs from {EMBEDDINGS}, but the config ties them")
+    if tied and not np.array_equal(_host(tensors[source[embeddings]]), _host(tensors[tied])):
+        problems.append(f"{TIED_HEAD} differs from {embeddings}, but the config ties them")
     if problems:
         raise CheckpointError("; ".join(problems))
     for slot, value in zip(filled, values, strict=True):
@@ -97,12 +97,17 @@ def _today(module, tensors, expected) -> dict[str, str]:
     return source
 
 
-def _drop_tied_head(source, filled) -> str | None:
-    """Takes a tied head out of ``source``; its name in the file, None if there is none."""
+def _drop_tied_head(source, filled) -> tuple[str | None, str]:
+    """Takes a tied head out of ``source``.
+
+    Returns:
+        Its name in the file, None if there is none, and the name of the embeddings it is tied to.
+    """
     expected = {name for slot in filled for name in slot.names}
-    if TIED_HEAD in source and TIED_HEAD not in expected and EMBEDDINGS in expected & source.keys():
-        return source.pop(TIED_HEAD)
-    return None
+    embeddings = next((name for name in expected & source.keys() if name.endswith(EMBEDDINGS)), "")
+    if TIED_HEAD in source and TIED_HEAD not in expected and embeddings:
+        return source.pop(TIED_HEAD), embeddings
+    return None, embeddings
 
 
 def _name_problems(source, filled) -> list[str]:

@@ -1,7 +1,8 @@
 """The one table between NNX parameters and FLA's tensors, read in both directions.
 
-Submodules keep FLA's attribute names, so paths agree and only leaves differ. Everything else that
-checkpoints of any age need (tied heads, old spellings) is a row here too.
+Submodules keep FLA's attribute names, or say in ``checkpoint_names`` how a family spells them, so
+paths agree and only leaves differ. Everything else that checkpoints of any age need (tied heads,
+old spellings) is a row here too.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ def _modules(root: nnx.Module) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
     for path, module in by_path.items():
         prefixes = ("",)
         for depth, key in enumerate(path):
+            key = getattr(by_path.get(path[:depth]), "checkpoint_names", {}).get(key, key)
             # An entry of a list of blocks stands for the layers it holds, in a model's numbering.
             layers = getattr(by_path.get(path[: depth + 1]), "layer_ids", (key,))
             prefixes = tuple(f"{prefix}{layer}." for prefix in prefixes for layer in layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -36,6 +36,8 @@ class CausalLMOutput(NamedTuple):
 class CausalLM(nnx.Module):
     """A causal language model. A family sets ``model_class``; FLA's names throughout.
 
+    ``checkpoint_names`` as in :class:`jla.models.decoder.Block`.
+
     Args:
         config: of the family.
         dtype, param_dtype, precision, scan_layers, remat: see :class:`jla.models.decoder.Decoder`.
@@ -43,6 +45,7 @@ class CausalLM(nnx.Module):
     """
 
     model_class: ClassVar[type[Decoder]]
+    checkpoint_names: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -43,7 +44,12 @@ class Block(nnx.Module):
     With ``attnres_block_size`` a sub-layer reads a learned mix of earlier sums instead of ``x``
     (see :func:`jla.ops.residual.mix_residuals`): sums of finished blocks of sub-layers, and the
     running one.
+
+    Attributes:
+        checkpoint_names: attribute -> its name in checkpoints, where a family spells it otherwise.
     """
+
+    checkpoint_names: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: Config, layer_idx: int, mixer: TokenMixer, settings: Settings, rngs):
         self.layer_ids = (layer_idx,)
@@ -51,14 +57,7 @@ class Block(nnx.Module):
         self.attn_norm = RMSNorm(config.hidden_size, **norm)
         self.attn = mixer
         self.mlp_norm = RMSNorm(config.hidden_size, **norm)
-        self.mlp = GatedMLP(
-            config.hidden_size,
-            config.hidden_ratio,
-            config.intermediate_size,
-            config.hidden_act,
-            config.fuse_swiglu,
-            **settings.options(rngs),
-        )
+        self.mlp = self.make_mlp(config, **settings.options(rngs))
         size = config.attnres_block_size
         self.attnres = size is not None
         if size is not None:
@@ -68,17 +67,23 @@ class Block(nnx.Module):
             self.mlp_res_proj = residual_query(config, settings, rngs)
             self.mlp_res_norm = RMSNorm(config.hidden_size, **norm)
 
+    @staticmethod
+    def make_mlp(config: Config, **options) -> nnx.Module:
+        """The MLP of a layer."""
+        return GatedMLP(
+            config.hidden_size,
+            config.hidden_ratio,
+            config.intermediate_size,
+            config.hidden_act,
+            config.fuse_swiglu,
+            **options,
+        )
+
     def __call__(self, x, sums, *, segment_ids, positions, cache):
         """``x [B, T, D]``, finished ``sums`` and this layer's cache to the same three after it."""
-
-        def attn(h) -> tuple[jax.Array, Any]:
-            call = dict(segment_ids=segment_ids, positions=positions)
-            return (
-                self.attn(h, cache=cache, **call)
-                if cache is not None
-                else (self.attn(h, **call), None)
-            )
-
+        attn = functools.partial(
+            _mix, self.attn, segment_ids=segment_ids, positions=positions, cache=cache
+        )
         if not self.attnres:
             y, cache_after = attn(self.attn_norm(x))
             x = x + y
@@ -90,6 +95,30 @@ class Block(nnx.Module):
         mixed, x, sums = _enter(x, sums, self.mlp_res_proj, self.mlp_res_norm, opens_mlp)
         y = self.mlp(self.mlp_norm(mixed))
         return (y if x is None else x + y), sums, cache_after
+
+
+class MixerBlock(nnx.Module):
+    """A mixer alone: ``x + attn(attn_norm(x))``, the layer of the Mamba models."""
+
+    checkpoint_names: ClassVar[Mapping[str, str]] = {"attn_norm": "norm", "attn": "mixer"}
+
+    def __init__(self, config: Config, layer_idx: int, mixer: TokenMixer, settings: Settings, rngs):
+        self.layer_ids = (layer_idx,)
+        self.attn_norm = RMSNorm(
+            config.hidden_size, eps=config.norm_eps, param_dtype=settings.param_dtype
+        )
+        self.attn = mixer
+
+    def __call__(self, x, sums, *, segment_ids, positions, cache):
+        """See :meth:`Block.__call__`."""
+        h = self.attn_norm(x)
+        y, cache = _mix(self.attn, h, segment_ids=segment_ids, positions=positions, cache=cache)
+        return x + y, sums, cache
+
+
+def _mix(mixer: TokenMixer, x, *, cache, **call) -> tuple[jax.Array, Any]:
+    """The mixer's output and the cache after it, None if none was given."""
+    return (mixer(x, **call), None) if cache is None else mixer(x, cache=cache, **call)
 
 
 def residual_query(config: Config, settings: Settings, rngs: nnx.Rngs) -> nnx.Linear:
@@ -119,7 +148,8 @@ class DecoderOutput(NamedTuple):
 
 
 class Decoder(nnx.Module):
-    """Embeddings, blocks, norm. A family sets ``config_class`` and ``make_mixer``.
+    """Embeddings, blocks, norm. A family sets ``config_class`` and ``make_mixer``, and where it
+    differs the block and the names in checkpoints (see :class:`Block`).
 
     Args:
         config: of the family's ``config_class``.
@@ -137,6 +167,8 @@ class Decoder(nnx.Module):
 
     config_class: ClassVar[type[Config]]
     make_mixer: ClassVar[MixerFactory]
+    block_class: ClassVar[type[Block | MixerBlock]] = Block
+    checkpoint_names: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -185,7 +217,7 @@ class Decoder(nnx.Module):
         mixer = attention_mixer(config, layer_idx, **options)
         if mixer is None:
             mixer = type(self).make_mixer(config, layer_idx, **options)
-        return Block(config, layer_idx, mixer, settings, rngs)
+        return type(self).block_class(config, layer_idx, mixer, settings, rngs)
 
     def __call__(
         self,
@@ -206,6 +238,8 @@ class Decoder(nnx.Module):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two")
         x: Any = inputs_embeds if input_ids is None else embed(self.embeddings, input_ids)
+        if getattr(self.config, "residual_in_fp32", False):
+            x = x.astype(jnp.promote_types(x.dtype, self.norm.scale[...].dtype))
         if cache is not None and len(cache) != len(self.layers):
             raise ValueError(
                 f"cache has {len(cache)} entries, this model's has {len(self.layers)}: "
