@@ -1,4 +1,7 @@
-"""Caches are plain pytrees of per-layer dicts, rows first; one function picks rows of any."""
+"""Caches are plain pytrees, rows first; one function picks rows of any.
+
+A mixer's is a dict of arrays; a model's a tuple with a dict per block: its mixers', by name.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -31,6 +32,9 @@ class TokenMixer(nnx.Module, abc.ABC):
     decode: bool = False
     # Leaves whose second axis is a capacity the caller chose, not a size of the mixer.
     growing: frozenset[str] = frozenset()
+    # Whether :meth:`mix` also takes ``shared``, the values that layers of a model hand on: a dict
+    # of its own that it may read and add to.
+    shares: bool = False
 
     @abc.abstractmethod
     def mix(
@@ -66,6 +70,7 @@ class TokenMixer(nnx.Module, abc.ABC):
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         cache: Cache | None = None,
+        shared: Mapping[str, Any] | None = None,
     ) -> Any:
         """Applies the mixer.
 
@@ -82,9 +87,12 @@ class TokenMixer(nnx.Module, abc.ABC):
                 document are counted if None.
             segment_ids: int ``[..., T]``, 0 = padding, a change = new document.
             cache: what :meth:`new_cache` or an earlier call returned; any T >= 1.
+            shared: what earlier layers of the model handed on, each value ``[..., T, X]``; ``{}``
+                at the first.
 
         Returns:
-            ``y [..., T, D]``, or ``(y, cache)`` if a cache was given.
+            ``y [..., T, D]``, or a tuple: ``y``, the cache if one was given, and what is shared
+            with later layers if ``shared`` was given.
 
         Raises:
             ValueError: shapes that disagree, other inputs for keys or values, a mask or cache that
@@ -100,11 +108,15 @@ class TokenMixer(nnx.Module, abc.ABC):
             positions = jnp.broadcast_to(positions, (*lead, x.shape[1])).reshape(x.shape[:2])
         segment_ids = self._documents(segment_ids, mask, lead, x)
         decode = self.decode if decode is None else decode
-        if decode and cache is None:
-            return self._decode(x, segment_ids, positions).reshape(inputs_q.shape)
-        y, cache_after = self._run(x, segment_ids, positions, cache)
-        y = y.reshape(inputs_q.shape)
-        return y if cache is None else (y, cache_after)
+        run = self._decode if decode and cache is None else self._run
+        flat = lambda value: value.reshape(*x.shape[:2], *value.shape[len(lead) + 1 :])  # noqa: E731
+        handed = jax.tree.map(flat, dict(shared or {}))
+        y, cache_after = run(x, segment_ids, positions, cache, handed)
+        outputs = [y.reshape(inputs_q.shape)]
+        outputs += [] if cache is None else [cache_after]
+        if shared is not None:
+            outputs.append(jax.tree.map(lambda v: v.reshape(*lead, *v.shape[1:]), handed))
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def new_cache(self, batch_size: int, max_length: int | None = None, *, dtype=None) -> Cache:
         """The cache before any token, a plain pytree: ``y, cache = mixer(x, cache=cache)``.
@@ -191,7 +203,7 @@ class TokenMixer(nnx.Module, abc.ABC):
         padding = segments.check_segment_ids(padding, shape, x)
         return padding if segment_ids is None else jnp.where(padding != 0, segment_ids, 0)
 
-    def _run(self, x, segment_ids, positions, cache):
+    def _run(self, x, segment_ids, positions, cache, shared):
         state = last_id = None
         if cache is not None:
             self._check_cache(cache, x.shape[0])
@@ -204,7 +216,8 @@ class TokenMixer(nnx.Module, abc.ABC):
             else:
                 restart, last_id = segments.resume(segment_ids, last_id)
                 state = jax.tree.map(lambda leaf: _clear(leaf, restart), state)
-        y, after = self.mix(x, segment_ids=segment_ids, positions=positions, cache=state)
+        more = {"shared": shared} if self.shares else {}
+        y, after = self.mix(x, segment_ids=segment_ids, positions=positions, cache=state, **more)
         if segment_ids is not None:
             y = jnp.where((segment_ids != 0)[..., None], y, 0)
         if state is None:
@@ -213,7 +226,7 @@ class TokenMixer(nnx.Module, abc.ABC):
         after = jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
         return y, {**after, "segment_id": last_id}
 
-    def _decode(self, x, segment_ids, positions):
+    def _decode(self, x, segment_ids, positions, _, shared):
         if getattr(self, "cache", None) is None:
             raise ValueError(
                 "decode=True needs a cache: call init_cache(input_shape) first, or "
@@ -221,9 +234,9 @@ class TokenMixer(nnx.Module, abc.ABC):
             )
         is_variable = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
         before = jax.tree.map(lambda v: v[...], self.cache, is_leaf=is_variable)
-        y, after = self._run(x, segment_ids, positions, before)
+        y, after = self._run(x, segment_ids, positions, before, shared)
         jax.tree.map(_assign, self.cache, after, is_leaf=is_variable)
-        return y
+        return y, None
 
     def _cache_dtype(self):
         dtype = getattr(self, "dtype", None)

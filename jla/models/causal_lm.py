@@ -36,7 +36,7 @@ class CausalLMOutput(NamedTuple):
 class CausalLM(nnx.Module):
     """A causal language model. A family sets ``model_class``; FLA's names throughout.
 
-    ``checkpoint_names`` as in :class:`jla.models.decoder.Block`.
+    ``checkpoint_names`` as in :class:`jla.models.block.Block`.
 
     Args:
         config: of the family.
@@ -69,8 +69,8 @@ class CausalLM(nnx.Module):
         )
         self.config = config
         if not config.tie_word_embeddings:
-            normal = init.normal(config.initializer_range)
-            linear = init.linear(dtype, param_dtype, precision, normal, rngs)
+            head_init = self.model.head_init(config)
+            linear = init.linear(dtype, param_dtype, precision, head_init, rngs)
             self.lm_head = linear(config.hidden_size, config.vocab_size)
 
     def __call__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,127 +14,12 @@ from jax.core import Tracer
 
 from jla.cache import Stacked
 from jla.layers import Attention, TokenMixer
+from jla.models.block import Block, Settings, read_residuals, residual_query, rms_norm
 from jla.models.config import Config
 from jla.models.layout import Run, stack_alike
-from jla.nn import GatedMLP, RMSNorm, init
-from jla.ops.residual import mix_residuals
+from jla.nn import init
 
 MixerFactory = Callable[..., TokenMixer]
-
-
-class Settings(NamedTuple):
-    """JAX-side settings that every module of a model shares."""
-
-    dtype: Any
-    param_dtype: Any
-    precision: Any
-    kernel_init: init.Initializer
-
-    def options(self, rngs: nnx.Rngs) -> dict[str, Any]:
-        """As keyword arguments of a mixer or MLP."""
-        return {**self._asdict(), "rngs": rngs}
-
-
-class Block(nnx.Module):
-    """Mixer and MLP, each behind a norm and on a residual.
-
-        x = x + attn(attn_norm(x));  x = x + mlp(mlp_norm(x))
-
-    With ``attnres_block_size`` a sub-layer reads a learned mix of earlier sums instead of ``x``
-    (see :func:`jla.ops.residual.mix_residuals`): sums of finished blocks of sub-layers, and the
-    running one.
-
-    Attributes:
-        checkpoint_names: attribute -> its name in checkpoints, where a family spells it otherwise.
-    """
-
-    checkpoint_names: ClassVar[Mapping[str, str]] = {}
-
-    def __init__(self, config: Config, layer_idx: int, mixer: TokenMixer, settings: Settings, rngs):
-        self.layer_ids = (layer_idx,)
-        norm: dict[str, Any] = dict(eps=config.norm_eps, param_dtype=settings.param_dtype)
-        self.attn_norm = RMSNorm(config.hidden_size, **norm)
-        self.attn = mixer
-        self.mlp_norm = RMSNorm(config.hidden_size, **norm)
-        self.mlp = self.make_mlp(config, **settings.options(rngs))
-        size = config.attnres_block_size
-        self.attnres = size is not None
-        if size is not None:
-            self.opens_block = (2 * layer_idx % size == 0, (2 * layer_idx + 1) % size == 0)
-            self.attn_res_proj = residual_query(config, settings, rngs)
-            self.attn_res_norm = RMSNorm(config.hidden_size, **norm)
-            self.mlp_res_proj = residual_query(config, settings, rngs)
-            self.mlp_res_norm = RMSNorm(config.hidden_size, **norm)
-
-    @staticmethod
-    def make_mlp(config: Config, **options) -> nnx.Module:
-        """The MLP of a layer."""
-        return GatedMLP(
-            config.hidden_size,
-            config.hidden_ratio,
-            config.intermediate_size,
-            config.hidden_act,
-            config.fuse_swiglu,
-            **options,
-        )
-
-    def __call__(self, x, sums, *, segment_ids, positions, cache):
-        """``x [B, T, D]``, finished ``sums`` and this layer's cache to the same three after it."""
-        attn = functools.partial(
-            _mix, self.attn, segment_ids=segment_ids, positions=positions, cache=cache
-        )
-        if not self.attnres:
-            y, cache_after = attn(self.attn_norm(x))
-            x = x + y
-            return x + self.mlp(self.mlp_norm(x)), sums, cache_after
-        opens_attn, opens_mlp = self.opens_block
-        mixed, x, sums = _enter(x, sums, self.attn_res_proj, self.attn_res_norm, opens_attn)
-        y, cache_after = attn(self.attn_norm(mixed))
-        x = y if x is None else x + y
-        mixed, x, sums = _enter(x, sums, self.mlp_res_proj, self.mlp_res_norm, opens_mlp)
-        y = self.mlp(self.mlp_norm(mixed))
-        return (y if x is None else x + y), sums, cache_after
-
-
-class MixerBlock(nnx.Module):
-    """A mixer alone: ``x + attn(attn_norm(x))``, the layer of the Mamba models."""
-
-    checkpoint_names: ClassVar[Mapping[str, str]] = {"attn_norm": "norm", "attn": "mixer"}
-
-    def __init__(self, config: Config, layer_idx: int, mixer: TokenMixer, settings: Settings, rngs):
-        self.layer_ids = (layer_idx,)
-        self.attn_norm = RMSNorm(
-            config.hidden_size, eps=config.norm_eps, param_dtype=settings.param_dtype
-        )
-        self.attn = mixer
-
-    def __call__(self, x, sums, *, segment_ids, positions, cache):
-        """See :meth:`Block.__call__`."""
-        h = self.attn_norm(x)
-        y, cache = _mix(self.attn, h, segment_ids=segment_ids, positions=positions, cache=cache)
-        return x + y, sums, cache
-
-
-def _mix(mixer: TokenMixer, x, *, cache, **call) -> tuple[jax.Array, Any]:
-    """The mixer's output and the cache after it, None if none was given."""
-    return (mixer(x, **call), None) if cache is None else mixer(x, cache=cache, **call)
-
-
-def residual_query(config: Config, settings: Settings, rngs: nnx.Rngs) -> nnx.Linear:
-    """The query of an attention residual; zero at first, so that all sources weigh the same."""
-    zeros = nnx.initializers.zeros_init()
-    return init.linear(None, settings.param_dtype, None, zeros, rngs)(config.hidden_size, 1)
-
-
-def read_residuals(x, sums, proj: nnx.Linear, norm: RMSNorm) -> jax.Array:
-    """The mix of finished sums and the running one that a sub-layer reads."""
-    return mix_residuals(proj.kernel[...][:, 0], [*sums, x], norm.scale[...], eps=norm.eps)
-
-
-def _enter(x, sums, proj, norm, opens):
-    """What a sub-layer reads, and the running sum and finished sums it goes on with."""
-    mixed = read_residuals(x, sums, proj, norm)
-    return (mixed, None, (*sums, x)) if opens else (mixed, x, sums)
 
 
 class DecoderOutput(NamedTuple):
@@ -149,7 +33,8 @@ class DecoderOutput(NamedTuple):
 
 class Decoder(nnx.Module):
     """Embeddings, blocks, norm. A family sets ``config_class`` and ``make_mixer``, and where it
-    differs the block and the names in checkpoints (see :class:`Block`).
+    differs the block, the names in checkpoints (see :class:`jla.models.block.Block`) and
+    initialisers.
 
     Args:
         config: of the family's ``config_class``.
@@ -167,8 +52,18 @@ class Decoder(nnx.Module):
 
     config_class: ClassVar[type[Config]]
     make_mixer: ClassVar[MixerFactory]
-    block_class: ClassVar[type[Block | MixerBlock]] = Block
+    block_class: ClassVar[type[Block]] = Block
     checkpoint_names: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def embedding_init(cls, config: Config) -> init.Initializer:
+        """Of the embeddings."""
+        return init.normal(config.initializer_range)
+
+    @classmethod
+    def head_init(cls, config: Config) -> init.Initializer:
+        """Of the language-model head's kernel."""
+        return init.normal(config.initializer_range)
 
     def __init__(
         self,
@@ -193,7 +88,7 @@ class Decoder(nnx.Module):
             config.hidden_size,
             dtype=dtype,
             param_dtype=param_dtype,
-            embedding_init=settings.kernel_init,
+            embedding_init=self.embedding_init(config),
             rngs=rngs,
         )
         keys = jax.random.split(rngs.params(), config.num_hidden_layers)
@@ -205,12 +100,10 @@ class Decoder(nnx.Module):
         if scan_layers and config.attnres_block_size is None:
             blocks, self.run = stack_alike(blocks)
         self.layers: Any = nnx.List(blocks)
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, param_dtype=param_dtype)
+        self.norm: Any = self.block_class.make_norm(config, param_dtype)
         if config.attnres_block_size is not None:
             self.res_proj = residual_query(config, settings, rngs)
-            self.res_norm = RMSNorm(
-                config.hidden_size, eps=config.norm_eps, param_dtype=param_dtype
-            )
+            self.res_norm = rms_norm(config, param_dtype)
 
     def _block(self, config, layer_idx, settings, rngs):
         options = settings.options(rngs)
@@ -248,26 +141,27 @@ class Decoder(nnx.Module):
         call = dict(segment_ids=segment_ids, positions=positions)
         caches: list[Any] = [None] * len(self.layers) if cache is None else list(cache)
         stop = self.run.start + self.run.period
-        sums, seen, index = (), [], 0
+        shared, seen, index = {}, [], 0
         while index < len(self.layers):
             if index == self.run.start and self.run.repeats > 1:
                 group, index = slice(index, stop), stop
-                x, caches[group], inner = self._scan(self.layers[group], x, caches[group], call)
+                blocks, inner = self.layers[group], caches[group]
+                x, shared, caches[group], inner = self._scan(blocks, x, shared, inner, call)
                 seen += inner if output_hidden_states else []
             else:
                 seen.append(x)
-                x, sums, caches[index] = self._single(index, x, sums, caches[index], call)
+                x, shared, caches[index] = self._single(index, x, shared, caches[index], call)
                 index += 1
         if self.config.attnres_block_size is not None:
-            x = read_residuals(x, sums, self.res_proj, self.res_norm)
+            x = read_residuals(x, shared.get("sums", ()), self.res_proj, self.res_norm)
         x = self.norm(x)
         hidden_states = (*seen, x) if output_hidden_states else None
         return DecoderOutput(x, None if cache is None else tuple(caches), hidden_states)
 
     def new_cache(self, batch_size: int, max_length: int | None = None, *, dtype=None):
         """The cache before any token: a tuple with an entry per block, see :mod:`jla.cache`."""
-        caches = [
-            block.attn.new_cache(batch_size, max_length, dtype=dtype) for block in self.layers
+        caches: list[Any] = [
+            block.new_cache(batch_size, max_length, dtype) for block in self.layers
         ]
         for i in range(self.run.start, self.run.start + self.run.period):
             leading = lambda leaf: jnp.zeros((self.run.repeats, *leaf.shape), leaf.dtype)  # noqa: E731
@@ -277,36 +171,37 @@ class Decoder(nnx.Module):
     def room(self, cache) -> jax.Array | None:
         """Tokens ``[B]`` of the current document that still fit, None if nothing limits them."""
         rooms = [
-            block.attn.room(entry.layers if isinstance(entry, Stacked) else entry)
+            room
             for block, entry in zip(self.layers, cache, strict=True)
+            for room in block.room(entry.layers if isinstance(entry, Stacked) else entry)
         ]
-        limits = [
-            room.reshape(-1, room.shape[-1]).min(axis=0) for room in rooms if room is not None
-        ]
+        limits = [room.reshape(-1, room.shape[-1]).min(axis=0) for room in rooms]
         return jnp.min(jnp.stack(limits), axis=0) if limits else None
 
-    def _single(self, index, x, sums, cache, call):
-        def apply(state, x, sums, cache, call):
-            return nnx.merge(graphdef, state)(x, sums, cache=cache, **call)
+    def _single(self, index, x, shared, cache, call):
+        def apply(state, x, shared, cache, call):
+            return nnx.merge(graphdef, state)(x, shared, cache=cache, **call)
 
         graphdef, state = nnx.split(self.layers[index])
-        return self._rematerialised(apply)(state, x, sums, cache, call)
+        return self._rematerialised(apply)(state, x, shared, cache, call)
 
-    def _scan(self, blocks, x, caches, call):
+    def _scan(self, blocks, x, shared, caches, call):
         graphdefs, states = zip(*map(nnx.split, blocks), strict=True)
 
-        def body(x, layer):
-            seen, after = [], []
+        def body(carry, layer):
+            (x, shared), seen, after = carry, [], []
             for graphdef, state, cache in zip(graphdefs, *layer, strict=True):
                 seen.append(x)
-                x, _, cache = nnx.merge(graphdef, state)(x, (), cache=cache, **call)
+                x, shared, cache = nnx.merge(graphdef, state)(x, shared, cache=cache, **call)
                 after.append(cache)
-            return x, (after, seen)
+            return (x, shared), (after, seen)
 
         caches = [None if cache is None else cache.layers for cache in caches]
-        x, (after, seen) = lax.scan(self._rematerialised(body), x, (list(states), caches))
+        layers = (list(states), caches)
+        (x, shared), (after, seen) = lax.scan(self._rematerialised(body), (x, shared), layers)
         seen = [each[i] for i in range(self.run.repeats) for each in seen]
-        return x, [None if cache is None else Stacked(cache) for cache in after], seen
+        after = [None if cache is None else Stacked(cache) for cache in after]
+        return x, shared, after, seen
 
     def _rematerialised(self, function):
         if not self.remat:

@@ -258,7 +258,7 @@ def test_config_fields_can_be_overridden(tmp_path):
     folder = write(tmp_path, SOFTMAX, tensors_of(SOFTMAX))
     model = Auto.from_pretrained(folder, window_size=3, pad_token_id=7)
     assert (model.config.window_size, model.config.pad_token_id) == (3, 7)
-    assert model.new_cache(1, 10)[0]["k"].shape[1] == 3
+    assert model.new_cache(1, 10)[0]["attn"]["k"].shape[1] == 3
     with pytest.raises(ValueError, match="window_size must be int"):
         Auto.from_pretrained(folder, window_size="wide")
 

@@ -108,11 +108,12 @@ def test_s04_right_padded_prefill_does_not_poison_the_cache():
     left = (np.arange(12) >= 12 - np.array(lengths)[:, None]).astype(np.int32)
     _, _, other = decode(run, moved, left, new)
     assert_trees_close(cache[0], other[0], what="cache", times=3)
-    window = cache[0]["conv_state"]["q"]
+    window = cache[0]["attn"]["conv_state"]["q"]
     single = build(MODELS[HYBRID].config)
     out = forward(single, ids[:1, :3], cache=single.new_cache(1, 16))
-    assert_close(window[0], out.cache[0]["conv_state"]["q"][0])
-    assert_close(cache[0]["recurrent_state"][0], out.cache[0]["recurrent_state"][0], times=3)
+    assert_close(window[0], out.cache[0]["attn"]["conv_state"]["q"][0])
+    state = out.cache[0]["attn"]["recurrent_state"][0]
+    assert_close(cache[0]["attn"]["recurrent_state"][0], state, times=3)
 
 
 def test_s08_positions_count_from_the_first_real_token():
@@ -166,7 +167,7 @@ def test_s17_a_window_counts_the_query_itself():
         other[:, first - 1] = (other[:, first - 1] + 1) % VOCAB
         logits, _ = run.step(run.state, other, mask, run.model.new_cache(BATCH, 12))
         assert np.array_equal(logits[0, 11], whole[0, 11]) == same
-    assert run.model.new_cache(BATCH, 100)[0]["k"].shape[1] == 5, "window + 1 keys are kept"
+    assert run.model.new_cache(BATCH, 100)[0]["attn"]["k"].shape[1] == 5, "window + 1 keys are kept"
 
 
 def test_s19_a_stateful_view_decodes_or_is_refused():

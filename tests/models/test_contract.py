@@ -165,14 +165,17 @@ def in_pieces(run, pieces, ids, segment_ids, cache):
 def meaningful(cache):
     """A cache without what no later token can see: attention's empty slots keep old keys."""
 
+    def attention(node):
+        return isinstance(node, dict) and "length" in node
+
     def clean(node):
-        if not (isinstance(node, dict) and "length" in node):
+        if not attention(node):
             return node
         slots = jnp.arange(node["k"].shape[-3])
         filled = (slots < node["length"][..., None])[..., None, None]
         return {**node, "k": jnp.where(filled, node["k"], 0), "v": jnp.where(filled, node["v"], 0)}
 
-    return jax.tree.map(clean, cache, is_leaf=lambda node: isinstance(node, dict))
+    return jax.tree.map(clean, cache, is_leaf=attention)
 
 
 def check_split(run, pieces):
