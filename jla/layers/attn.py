@@ -94,7 +94,8 @@ class Attention(TokenMixer):
 
     def mix(self, x, *, segment_ids, positions, cache):
         """See :meth:`TokenMixer.mix`; the cache holds keys, values and the document's length."""
-        place = _Place.of(x.shape[:2], segment_ids, cache)
+        before = None if cache is None else cache["length"]
+        place = segments.place(x.shape[:2], segment_ids, before)
         q, k, v = self._heads(x, place.position if positions is None else positions)
         attend = partial(
             attention,
@@ -110,7 +111,7 @@ class Attention(TokenMixer):
         elif x.shape[1] == 1:
             # Written first, then read: the cache need not be copied beside the new token.
             after = _write(cache, k, v, place)
-            o = attend_past(q, _past(after, place.offset))
+            o = attend_past(q, _past(after, cache["length"]))
         else:
             past = _past(cache, cache["length"])
             o, after = attend(past=past), _write(cache, k, v, place)
@@ -150,34 +151,6 @@ class Attention(TokenMixer):
         return q, k, v
 
 
-class _Place:
-    """Where a piece's tokens stand in their documents, the cached one included."""
-
-    def __init__(self, position, kept, offset, length):
-        self.position = position  # int [B, T], in the document
-        self.kept = kept  # bool [B, T]: real tokens of the document the piece ends in
-        self.offset = offset  # int [B]: position of a single new token
-        self.length = length  # int [B]: tokens of the current document after the piece
-
-    @classmethod
-    def of(cls, shape, segment_ids, cache):
-        if cache is not None:
-            before = cache["length"]
-        elif segment_ids is None:
-            before = jnp.zeros((shape[0],), jnp.int32)
-        else:
-            before = jnp.zeros_like(segment_ids[:, 0])  # placed as the ids are, on Explicit axes
-        if segment_ids is None:
-            position = before[:, None] + jnp.arange(shape[1], dtype=jnp.int32)
-            return cls(position, jnp.ones(shape, bool), before, before + shape[1])
-        document = segments.document_index(segment_ids)
-        position = segments.document_positions(segment_ids)
-        position = position + jnp.where(document == 0, before[:, None], 0)
-        kept = (segment_ids != 0) & (document == document[:, -1:])
-        length = jnp.max(jnp.where(kept, position + 1, 0), axis=1)
-        return cls(position, kept, before, jnp.where(kept.any(axis=1), length, before))
-
-
 def _past(cache, length) -> Past:
     """The cache's slots with the position each one holds; the newest of those that share a slot."""
     slots = cache["k"].shape[1]
@@ -186,7 +159,7 @@ def _past(cache, length) -> Past:
     return Past(cache["k"], cache["v"], jnp.where(positions < 0, -1, positions), length)
 
 
-def _write(cache, k, v, place: _Place) -> Cache:
+def _write(cache, k, v, place: segments.Place) -> Cache:
     slots = cache["k"].shape[1]
     fresh = place.kept & (place.position >= place.length[:, None] - slots)
     slot = jnp.where(fresh, place.position % slots, slots)

@@ -35,6 +35,8 @@ class TokenMixer(nnx.Module, abc.ABC):
     # Whether :meth:`mix` also takes ``shared``, the values that layers of a model hand on: a dict
     # of its own that it may read and add to.
     shares: bool = False
+    # Further inputs that :meth:`mix` takes by name, one per layer of a model (HGRN's lower bound).
+    takes: frozenset[str] = frozenset()
 
     @abc.abstractmethod
     def mix(
@@ -48,6 +50,7 @@ class TokenMixer(nnx.Module, abc.ABC):
         """The mixing itself, pure: ``x [B, T, D]`` to ``y [B, T, D]`` and the state after it.
 
         ``cache`` is what :meth:`new_state` made (zeros: nothing seen), or None for none wanted.
+        What the mixer ``takes`` besides comes as further keyword arguments.
         """
 
     @abc.abstractmethod
@@ -71,6 +74,7 @@ class TokenMixer(nnx.Module, abc.ABC):
         segment_ids: jax.Array | None = None,
         cache: Cache | None = None,
         shared: Mapping[str, Any] | None = None,
+        **inputs: jax.Array,
     ) -> Any:
         """Applies the mixer.
 
@@ -89,6 +93,7 @@ class TokenMixer(nnx.Module, abc.ABC):
             cache: what :meth:`new_cache` or an earlier call returned; any T >= 1.
             shared: what earlier layers of the model handed on, each value ``[..., T, X]``; ``{}``
                 at the first.
+            **inputs: what the mixer ``takes`` besides.
 
         Returns:
             ``y [..., T, D]``, or a tuple: ``y``, the cache if one was given, and what is shared
@@ -97,7 +102,13 @@ class TokenMixer(nnx.Module, abc.ABC):
         Raises:
             ValueError: shapes that disagree, other inputs for keys or values, a mask or cache that
                 cannot be honoured, ``decode`` without a cache.
+            TypeError: an input that this mixer does not take.
         """
+        if not self.takes.issuperset(inputs):
+            raise TypeError(
+                f"{type(self).__name__} takes {sorted(self.takes) or 'nothing'} besides, "
+                f"got {sorted(inputs)}"
+            )
         x, lead = self._flatten(inputs_q, inputs_k, inputs_v)
         if sow_weights:
             raise ValueError("sow_weights=True: this mixer has no attention weights to sow")
@@ -111,7 +122,8 @@ class TokenMixer(nnx.Module, abc.ABC):
         run = self._decode if decode and cache is None else self._run
         flat = lambda value: value.reshape(*x.shape[:2], *value.shape[len(lead) + 1 :])  # noqa: E731
         handed = jax.tree.map(flat, dict(shared or {}))
-        y, cache_after = run(x, segment_ids, positions, cache, handed)
+        more = {**inputs, "shared": handed} if self.shares else inputs
+        y, cache_after = run(x, segment_ids, positions, cache, more)
         outputs = [y.reshape(inputs_q.shape)]
         outputs += [] if cache is None else [cache_after]
         if shared is not None:
@@ -203,7 +215,7 @@ class TokenMixer(nnx.Module, abc.ABC):
         padding = segments.check_segment_ids(padding, shape, x)
         return padding if segment_ids is None else jnp.where(padding != 0, segment_ids, 0)
 
-    def _run(self, x, segment_ids, positions, cache, shared):
+    def _run(self, x, segment_ids, positions, cache, more):
         state = last_id = None
         if cache is not None:
             self._check_cache(cache, x.shape[0])
@@ -216,7 +228,6 @@ class TokenMixer(nnx.Module, abc.ABC):
             else:
                 restart, last_id = segments.resume(segment_ids, last_id)
                 state = jax.tree.map(lambda leaf: _clear(leaf, restart), state)
-        more = {"shared": shared} if self.shares else {}
         y, after = self.mix(x, segment_ids=segment_ids, positions=positions, cache=state, **more)
         if segment_ids is not None:
             y = jnp.where((segment_ids != 0)[..., None], y, 0)
@@ -226,7 +237,7 @@ class TokenMixer(nnx.Module, abc.ABC):
         after = jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
         return y, {**after, "segment_id": last_id}
 
-    def _decode(self, x, segment_ids, positions, _, shared):
+    def _decode(self, x, segment_ids, positions, _, more):
         if getattr(self, "cache", None) is None:
             raise ValueError(
                 "decode=True needs a cache: call init_cache(input_shape) first, or "
@@ -234,7 +245,7 @@ class TokenMixer(nnx.Module, abc.ABC):
             )
         is_variable = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
         before = jax.tree.map(lambda v: v[...], self.cache, is_leaf=is_variable)
-        y, after = self._run(x, segment_ids, positions, before, shared)
+        y, after = self._run(x, segment_ids, positions, before, more)
         jax.tree.map(_assign, self.cache, after, is_leaf=is_variable)
         return y, None
 

@@ -84,14 +84,14 @@ class Block(nnx.Module):
         """A norm of the family, the one behind the last block too."""
         return rms_norm(config, param_dtype)
 
-    def __call__(self, x, shared, *, segment_ids, positions, cache):
+    def __call__(self, x, shared, *, segment_ids, positions, cache, inputs):
         """``x [B, T, D]``, what earlier layers share and this block's cache, to the three after it.
 
         ``shared`` is a dict: ``sums`` of the attention residuals, and what mixers hand on (see
-        :class:`jla.layers.TokenMixer`).
+        :class:`jla.layers.TokenMixer`). ``inputs`` are this layer's of
+        :meth:`jla.models.decoder.Decoder.layer_inputs`.
         """
         x = x if self.pre_norm is None else self.pre_norm(x)
-        call: dict[str, Any] = dict(segment_ids=segment_ids, positions=positions)
         after = {}
         for name in self.sublayers:
             h, x, shared = self._enter(name, x, shared)
@@ -101,6 +101,7 @@ class Block(nnx.Module):
                 call: dict[str, Any] = dict(
                     segment_ids=segment_ids, positions=positions, shared=shared
                 )
+                call |= {name: inputs[name] for name in sublayer.takes & inputs.keys()}
                 y, *kept, shared = sublayer(h, cache=own, **call)
                 if kept:
                     after[name] = kept[0]

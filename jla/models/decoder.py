@@ -139,18 +139,21 @@ class Decoder(nnx.Module):
                 "it was made by another model"
             )
         call = dict(segment_ids=segment_ids, positions=positions)
+        given = self.layer_inputs()
+        inputs = [_rows(given, block.layer_ids) for block in self.layers]
         caches: list[Any] = [None] * len(self.layers) if cache is None else list(cache)
         stop = self.run.start + self.run.period
         shared, seen, index = {}, [], 0
         while index < len(self.layers):
             if index == self.run.start and self.run.repeats > 1:
                 group, index = slice(index, stop), stop
-                blocks, inner = self.layers[group], caches[group]
-                x, shared, caches[group], inner = self._scan(blocks, x, shared, inner, call)
+                layers = (caches[group], inputs[group])
+                x, shared, caches[group], inner = self._scan(group, x, shared, *layers, call)
                 seen += inner if output_hidden_states else []
             else:
                 seen.append(x)
-                x, shared, caches[index] = self._single(index, x, shared, caches[index], call)
+                layer = (caches[index], inputs[index])
+                x, shared, caches[index] = self._single(index, x, shared, *layer, call)
                 index += 1
         if self.config.attnres_block_size is not None:
             x = read_residuals(x, shared.get("sums", ()), self.res_proj, self.res_norm)
@@ -168,6 +171,11 @@ class Decoder(nnx.Module):
             caches[i] = Stacked(jax.tree.map(leading, caches[i]))
         return tuple(caches)
 
+    def layer_inputs(self) -> dict[str, jax.Array]:
+        """Inputs ``[L, ...]`` of which each layer's mixer gets its own, by the name under which it
+        ``takes`` them; a family that has some computes them here."""
+        return {}
+
     def room(self, cache) -> jax.Array | None:
         """Tokens ``[B]`` of the current document that still fit, None if nothing limits them."""
         rooms = [
@@ -178,26 +186,27 @@ class Decoder(nnx.Module):
         limits = [room.reshape(-1, room.shape[-1]).min(axis=0) for room in rooms]
         return jnp.min(jnp.stack(limits), axis=0) if limits else None
 
-    def _single(self, index, x, shared, cache, call):
-        def apply(state, x, shared, cache, call):
-            return nnx.merge(graphdef, state)(x, shared, cache=cache, **call)
+    def _single(self, index, x, shared, cache, inputs, call):
+        def apply(state, x, shared, cache, inputs, call):
+            return nnx.merge(graphdef, state)(x, shared, cache=cache, inputs=inputs, **call)
 
         graphdef, state = nnx.split(self.layers[index])
-        return self._rematerialised(apply)(state, x, shared, cache, call)
+        return self._rematerialised(apply)(state, x, shared, cache, inputs, call)
 
-    def _scan(self, blocks, x, shared, caches, call):
-        graphdefs, states = zip(*map(nnx.split, blocks), strict=True)
+    def _scan(self, group, x, shared, caches, inputs, call):
+        graphdefs, states = zip(*map(nnx.split, self.layers[group]), strict=True)
 
         def body(carry, layer):
             (x, shared), seen, after = carry, [], []
-            for graphdef, state, cache in zip(graphdefs, *layer, strict=True):
+            for graphdef, state, cache, own in zip(graphdefs, *layer, strict=True):
                 seen.append(x)
-                x, shared, cache = nnx.merge(graphdef, state)(x, shared, cache=cache, **call)
+                block = nnx.merge(graphdef, state)
+                x, shared, cache = block(x, shared, cache=cache, inputs=own, **call)
                 after.append(cache)
             return (x, shared), (after, seen)
 
         caches = [None if cache is None else cache.layers for cache in caches]
-        layers = (list(states), caches)
+        layers = (list(states), caches, inputs)
         (x, shared), (after, seen) = lax.scan(self._rematerialised(body), (x, shared), layers)
         seen = [each[i] for i in range(self.run.repeats) for each in seen]
         after = [None if cache is None else Stacked(cache) for cache in after]
@@ -207,6 +216,12 @@ class Decoder(nnx.Module):
         if not self.remat:
             return function
         return jax.checkpoint(function, policy=None if self.remat is True else self.remat)
+
+
+def _rows(inputs, layer_ids) -> dict[str, jax.Array]:
+    """A block's inputs: one layer's, or stacked as its layers are."""
+    at = layer_ids[0] if len(layer_ids) == 1 else np.array(layer_ids)
+    return {name: value[at] for name, value in inputs.items()}
 
 
 def attention_mixer(config: Config, layer_idx: int, **options) -> Attention | None:

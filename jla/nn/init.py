@@ -21,6 +21,11 @@ def torch_depthwise(key, shape, dtype=jnp.float32, out_sharding=None) -> jax.Arr
     return jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
+def identity(key, shape, dtype=jnp.float32, out_sharding=None) -> jax.Array:
+    """A kernel that changes nothing."""
+    return jnp.eye(*shape, dtype=dtype)
+
+
 @functools.cache
 def normal(std: float) -> Initializer:
     """Normal with standard deviation ``std``; one object per value, so modules compare equal."""

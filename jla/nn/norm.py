@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jla.nn.check import check_choice
+from jla.ops.activation import ACTIVATIONS
 from jla.ops.norm import GATES, rms_norm
 
 
@@ -15,6 +20,7 @@ class RMSNorm(nnx.Module):
     Args:
         num_features: D.
         eps: added to the mean square.
+        elementwise_affine: learn a scale; else there is none.
         param_dtype: dtype of ``scale [D]``, which starts at 1. Statistics are float32.
         rngs: unused, taken so that all modules are made alike.
     """
@@ -24,15 +30,16 @@ class RMSNorm(nnx.Module):
         num_features: int,
         *,
         eps: float = 1e-5,
+        elementwise_affine: bool = True,
         param_dtype=jnp.float32,
         rngs: nnx.Rngs | None = None,
     ):
         self.num_features, self.eps = num_features, eps
-        self.scale = nnx.Param(jnp.ones((num_features,), param_dtype))
+        self.scale = _scale(num_features, elementwise_affine, param_dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., D]`` to ``[..., D]`` in x's dtype."""
-        return rms_norm(x, self.scale[...], eps=self.eps)
+        return rms_norm(x, None if self.scale is None else self.scale[...], eps=self.eps)
 
 
 class GatedRMSNorm(nnx.Module):
@@ -40,8 +47,9 @@ class GatedRMSNorm(nnx.Module):
 
     Args:
         num_features: D.
-        activation: ``"swish"``, ``"silu"`` (the same) or ``"sigmoid"``, of the gate.
+        activation: of the gate, a key of ``ACTIVATIONS``.
         eps: added to the mean square.
+        elementwise_affine: learn a scale; else there is none.
         param_dtype: dtype of ``scale [D]``, which starts at 1. Everything is computed in float32.
         rngs: unused, taken so that all modules are made alike.
 
@@ -55,23 +63,40 @@ class GatedRMSNorm(nnx.Module):
         *,
         activation: str = "swish",
         eps: float = 1e-5,
+        elementwise_affine: bool = True,
         param_dtype=jnp.float32,
         rngs: nnx.Rngs | None = None,
     ):
-        if activation not in GATES:
-            raise ValueError(f"activation must be one of {sorted(GATES)}, got {activation!r}")
+        check_choice("activation", activation, ACTIVATIONS)
         self.num_features, self.activation, self.eps = num_features, activation, eps
-        self.scale = nnx.Param(jnp.ones((num_features,), param_dtype))
+        self.scale = _scale(num_features, elementwise_affine, param_dtype)
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         """``x`` and ``gate`` ``[..., D]`` to ``[..., D]`` in x's dtype."""
-        return rms_norm(x, self.scale[...], gate=gate, activation=self.activation, eps=self.eps)
+        scale = None if self.scale is None else self.scale[...]
+        return rms_norm(x, scale, gate=gate, activation=self.activation, eps=self.eps)
+
+
+def _scale(num_features, elementwise_affine, param_dtype):
+    return nnx.Param(jnp.ones((num_features,), param_dtype)) if elementwise_affine else None
 
 
 def head_norm(
-    num_features: int, activation: str | None, eps: float, param_dtype
+    num_features: int,
+    activation: str | None,
+    eps: float,
+    param_dtype,
+    *,
+    elementwise_affine: bool = True,
+    allowed: Collection[str] = GATES,
 ) -> RMSNorm | GatedRMSNorm:
-    """The norm of a mixer's heads before its output projection; ungated if no activation is."""
+    """The norm of a mixer's heads before its output projection; ungated if no activation is.
+
+    ``allowed`` are the activations that FLA's mixer takes: its fused norm knows only ``GATES``.
+    """
+    norm: dict[str, Any] = dict(eps=eps, elementwise_affine=elementwise_affine)
+    norm["param_dtype"] = param_dtype
     if activation is None:
-        return RMSNorm(num_features, eps=eps, param_dtype=param_dtype)
-    return GatedRMSNorm(num_features, activation=activation, eps=eps, param_dtype=param_dtype)
+        return RMSNorm(num_features, **norm)
+    check_choice("activation", activation, allowed)
+    return GatedRMSNorm(num_features, activation=activation, **norm)

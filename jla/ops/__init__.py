@@ -4,13 +4,22 @@ from jla.ops.conv import causal_conv1d
 from jla.ops.delta import delta_rule, gated_delta_product, gated_delta_rule, gdn2, kda
 from jla.ops.dispatch import Choice, ImplUnavailable, use_impl
 from jla.ops.dplr import dplr_delta_rule, iplr_delta_rule, rwkv7
+from jla.ops.gated_sum import hgrn
 from jla.ops.kinds import explain, linear_attention
-from jla.ops.linear import gla, rwkv6, simple_gla
+from jla.ops.linear import (
+    gla,
+    lightning_attention,
+    linear_attn,
+    retention,
+    rwkv6,
+    simple_gla,
+)
 from jla.ops.loss import cross_entropy, l2_warp, shift_labels
 from jla.ops.norm import l2_norm, rms_norm
 from jla.ops.recurrence import Options
 from jla.ops.rotary import rotate
 from jla.ops.segments import cu_seqlens_from_segment_ids, segment_ids_from_cu_seqlens
+from jla.ops.slots import gsa
 from jla.ops.softmax import attention
 
 __all__ = [
@@ -28,11 +37,16 @@ __all__ = [
     "gated_delta_rule",
     "gdn2",
     "gla",
+    "gsa",
+    "hgrn",
     "iplr_delta_rule",
     "kda",
     "l2_norm",
     "l2_warp",
+    "lightning_attention",
     "linear_attention",
+    "linear_attn",
+    "retention",
     "rms_norm",
     "rotate",
     "rwkv6",

@@ -94,12 +94,13 @@ def unit_lower_inverse(a: jax.Array) -> jax.Array:
 
     def corner(level, first, second):
         size = 1 << level
-        return -_matmul(second, _matmul(_diagonal_blocks(a, 2 * size)[..., size:, :size], first))
+        return -_matmul(second, _matmul(diagonal_blocks(a, 2 * size)[..., size:, :size], first))
 
-    return join_blocks(_joined_in_place(_diagonal_blocks(a, min(a.shape[-1], 16))), corner)
+    return join_blocks(_joined_in_place(diagonal_blocks(a, min(a.shape[-1], 16))), corner)
 
 
-def _diagonal_blocks(a, size):
+def diagonal_blocks(a: jax.Array, size: int) -> jax.Array:
+    """The blocks of the diagonal of ``a [..., C, C]``: ``[..., C / size, size, size]``."""
     count = a.shape[-1] // size
     blocks = [a[..., i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(count)]
     return jnp.stack(blocks, axis=-3)

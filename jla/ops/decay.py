@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jla.ops.chunking import HIGHEST, join_blocks, product
+from jla.ops.chunking import HIGHEST, diagonal_blocks, join_blocks, product
 
 # Below this block size a batched matrix product costs more than multiplying and adding.
 SMALL = 4
@@ -63,6 +63,26 @@ class Decay:
             return product("...ik,...jk->...ij", rows, columns, dtype)
 
         return join_blocks(diagonal[..., None, None], corner)
+
+    def spread(self, scores: jax.Array, x: jax.Array, dtype) -> jax.Array:
+        """``sum_j scores_ij decay_c(j to i) x_jc`` over j <= i, ``[..., C, X]``.
+
+        What :meth:`pairs` is for gates on the channels that are summed over, for gates on those
+        that are not: ``scores [..., C, C]``, ``x [..., C, X]``.
+        """
+        out = jnp.diagonal(scores, axis1=-2, axis2=-1)[..., None] * x
+        half = 1
+        while half < x.shape[-2]:
+            corner = diagonal_blocks(scores, 2 * half)[..., half:, :half]
+            columns = _halves(x, half, 0) * jnp.exp(_sums(_halves(self._g, half, 0))[1])
+            if half <= SMALL:
+                later = jnp.sum(corner[..., None] * columns[..., None, :, :], axis=-2)
+            else:
+                later = product("...ij,...jc->...ic", corner, columns, dtype)
+            later = later * jnp.exp(_sums(_halves(self._g, half, 1))[0])
+            out = out + jnp.stack([jnp.zeros_like(later), later], axis=-3).reshape(out.shape)
+            half *= 2
+        return out
 
     def enter_before(self, x: jax.Array) -> jax.Array:
         """:meth:`enter` for what reads before its own token decays the state."""

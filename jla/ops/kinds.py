@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jla.ops import delta, dplr, linear, softmax
+from jla.ops import delta, dplr, gated_sum, linear, slots, softmax
 from jla.ops.dispatch import Choice
 
 
@@ -22,27 +22,33 @@ KINDS = {
     "gated_delta_rule": _Kind(delta.gated_delta_rule, delta.GATED_DELTA_RULE.choose),
     "gdn2": _Kind(delta.gdn2, delta.GDN2.choose),
     "gla": _Kind(linear.gla, linear.GLA.choose),
+    "gsa": _Kind(slots.gsa, slots.KEYS.choose),
+    "hgrn": _Kind(gated_sum.hgrn, gated_sum.choose),
     "iplr_delta_rule": _Kind(dplr.iplr_delta_rule, dplr.DPLR.choose),
     "kda": _Kind(delta.kda, delta.KDA.choose),
+    "lightning_attention": _Kind(linear.lightning_attention, linear.SIMPLE_GLA.choose),
+    "linear_attn": _Kind(linear.linear_attn, linear.choose_linear_attn),
+    "retention": _Kind(linear.retention, linear.SIMPLE_GLA.choose),
+    "rwkv6": _Kind(linear.rwkv6, linear.choose_rwkv6),
     "simple_gla": _Kind(linear.simple_gla, linear.SIMPLE_GLA.choose),
 }
 
 
-def linear_attention(kind: str, q, k, v, *args, **options):
-    """Runs the op called ``kind`` on ``q, k, v`` and its own further arguments.
+def linear_attention(kind: str, *args, **options):
+    """Runs the op called ``kind``, most often on ``q, k, v`` and its own further arguments.
 
     Args:
         kind: a key of ``KINDS``, the op's name: ``"gated_delta_rule"``, ``"gla"``, ``"kda"``, ...
-        q, k, v, *args, **options: passed to the op of that name.
+        *args, **options: passed to the op of that name.
 
     Raises:
         ValueError: unknown kind.
     """
-    return _lookup(kind).run(q, k, v, *args, **options)
+    return _lookup(kind).run(*args, **options)
 
 
-def explain(kind: str, q, k, v, *args, impl: str = "auto", **options) -> Choice:
-    """What ``linear_attention(kind, q, k, v, ...)`` would run, and why not the others.
+def explain(kind: str, *args, impl: str = "auto", **options) -> Choice:
+    """What ``linear_attention(kind, ...)`` would run, and why not the others.
 
     Nothing is computed: the arguments may be ``jax.ShapeDtypeStruct``. ``print`` the answer.
 
@@ -50,7 +56,7 @@ def explain(kind: str, q, k, v, *args, impl: str = "auto", **options) -> Choice:
         ValueError: unknown kind or impl.
         ImplUnavailable: a named impl that cannot run this call.
     """
-    return _lookup(kind).choose(q, k, v, *args, impl=impl, **options)
+    return _lookup(kind).choose(*args, impl=impl, **options)
 
 
 def _lookup(kind: str) -> _Kind:

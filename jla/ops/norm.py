@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-GATES = {"swish": jax.nn.silu, "silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
+from jla.ops.activation import ACTIVATIONS
+
+# The gates of FLA's fused norm; the norm here takes any of ACTIVATIONS.
+GATES = ("swish", "silu", "sigmoid")
 
 
 def l2_norm(x: jax.Array, eps: float = 1e-6) -> jax.Array:
@@ -33,7 +36,7 @@ def rms_norm(
         x: ``[..., D]``.
         scale: ``[D]`` or None (1).
         gate: ``[..., D]`` or None.
-        activation: ``"swish"``/``"silu"`` or ``"sigmoid"``, applied to the gate.
+        activation: a key of ``ACTIVATIONS``, applied to the gate.
         eps: added to the mean square.
 
     Returns:
@@ -44,5 +47,5 @@ def rms_norm(
     if scale is not None:
         y = y * scale.astype(wide.dtype)
     if gate is not None:
-        y = y * GATES[activation](gate.astype(wide.dtype))
+        y = y * ACTIVATIONS[activation](gate.astype(wide.dtype))
     return y.astype(x.dtype)

@@ -7,10 +7,11 @@ import pytest
 from flax import nnx
 from helpers import assert_close, random
 
-from jla.nn import GatedMLP, GatedRMSNorm, RMSNorm, ShortConvolution, init
+from jla.nn import GatedMLP, GatedRMSNorm, RMSNorm, ShortConvolution, head_norm, init
 from jla.nn.mlp import power_glu
 from jla.nn.param import float32_param, is_float32_param
 from jla.ops import causal_conv1d, rms_norm
+from jla.ops.activation import ACTIVATIONS
 
 RNGS = nnx.Rngs(0)
 
@@ -25,8 +26,15 @@ def test_norms():
     want = rms_norm(x, random(2, (8,)), gate=gate, activation="sigmoid", eps=1e-2)
     assert_close(gated(x, gate), want)
     assert RMSNorm(8, param_dtype=jnp.bfloat16).scale.dtype == jnp.bfloat16
-    with pytest.raises(ValueError, match="activation must be one of .*got 'relu'"):
-        GatedRMSNorm(8, activation="relu")
+    with pytest.raises(ValueError, match="activation must be one of .*got 'tanh'"):
+        GatedRMSNorm(8, activation="tanh")
+    with pytest.raises(ValueError, match=r"activation must be one of \['sigmoid', .*got 'relu'"):
+        head_norm(8, "relu", 1e-5, jnp.float32)
+    for norm in (RMSNorm(8, elementwise_affine=False), head_norm(8, None, 1e-5, jnp.float32)):
+        assert_close(norm(x), rms_norm(x))
+    assert not jax.tree.leaves(nnx.state(RMSNorm(8, elementwise_affine=False)))
+    relu = head_norm(8, "relu", 1e-5, jnp.float32, elementwise_affine=False, allowed=ACTIVATIONS)
+    assert_close(relu(x, gate), rms_norm(x) * np.maximum(gate, 0))
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -1,0 +1,12 @@
+"""Arguments that are one of a few values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+
+def check_choice(name: str, value: Any, allowed: Collection[Any]) -> None:
+    """Raises ValueError, naming the argument, unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {sorted(allowed, key=str)}, got {value!r}")
