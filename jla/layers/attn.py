@@ -11,7 +11,8 @@ from flax import nnx
 
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import RMSNorm, init
-from jla.ops import attention, rotate, segments
+from jla.ops import attention, rotate
+from jla.ops.positions import Place, locate
 from jla.ops.softmax import Past, attend_past
 
 
@@ -95,7 +96,7 @@ class Attention(TokenMixer):
     def mix(self, x, *, segment_ids, positions, cache):
         """See :meth:`TokenMixer.mix`; the cache holds keys, values and the document's length."""
         before = None if cache is None else cache["length"]
-        place = segments.place(x.shape[:2], segment_ids, before)
+        place = locate(x.shape[:2], segment_ids, before)
         q, k, v = self._heads(x, place.position if positions is None else positions)
         attend = partial(
             attention,
@@ -159,7 +160,7 @@ def _past(cache, length) -> Past:
     return Past(cache["k"], cache["v"], jnp.where(positions < 0, -1, positions), length)
 
 
-def _write(cache, k, v, place: segments.Place) -> Cache:
+def _write(cache, k, v, place: Place) -> Cache:
     slots = cache["k"].shape[1]
     fresh = place.kept & (place.position >= place.length[:, None] - slots)
     slot = jnp.where(fresh, place.position % slots, slots)

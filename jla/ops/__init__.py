@@ -1,19 +1,13 @@
 """Pure functions on arrays: one per recurrence, each with a reference and a chunk-parallel form."""
 
+from jla.ops.constant_decay import lightning_attention, linear_attn, retention
 from jla.ops.conv import causal_conv1d
 from jla.ops.delta import delta_rule, gated_delta_product, gated_delta_rule, gdn2, kda
 from jla.ops.dispatch import Choice, ImplUnavailable, use_impl
 from jla.ops.dplr import dplr_delta_rule, iplr_delta_rule, rwkv7
 from jla.ops.gated_sum import hgrn
 from jla.ops.kinds import explain, linear_attention
-from jla.ops.linear import (
-    gla,
-    lightning_attention,
-    linear_attn,
-    retention,
-    rwkv6,
-    simple_gla,
-)
+from jla.ops.linear import gla, rwkv6, simple_gla
 from jla.ops.loss import cross_entropy, l2_warp, shift_labels
 from jla.ops.norm import l2_norm, rms_norm
 from jla.ops.recurrence import Options

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jla.ops import delta, dplr, gated_sum, linear, slots, softmax
+from jla.ops import constant_decay, delta, dplr, gated_sum, linear, slots, softmax
 from jla.ops.dispatch import Choice
 
 
 class _Kind(NamedTuple):
     run: Callable
     choose: Callable[..., Choice]
+
+
+def _choose_rwkv6(r, k, v, *args, **options) -> Choice:
+    return linear.RWKV6.choose(r, k, v, *args, **options)
 
 
 KINDS = {
@@ -26,10 +30,10 @@ KINDS = {
     "hgrn": _Kind(gated_sum.hgrn, gated_sum.choose),
     "iplr_delta_rule": _Kind(dplr.iplr_delta_rule, dplr.DPLR.choose),
     "kda": _Kind(delta.kda, delta.KDA.choose),
-    "lightning_attention": _Kind(linear.lightning_attention, linear.SIMPLE_GLA.choose),
-    "linear_attn": _Kind(linear.linear_attn, linear.choose_linear_attn),
-    "retention": _Kind(linear.retention, linear.SIMPLE_GLA.choose),
-    "rwkv6": _Kind(linear.rwkv6, linear.choose_rwkv6),
+    "lightning_attention": _Kind(constant_decay.lightning_attention, linear.SIMPLE_GLA.choose),
+    "linear_attn": _Kind(constant_decay.linear_attn, constant_decay.choose_linear_attn),
+    "retention": _Kind(constant_decay.retention, linear.SIMPLE_GLA.choose),
+    "rwkv6": _Kind(linear.rwkv6, _choose_rwkv6),
     "simple_gla": _Kind(linear.simple_gla, linear.SIMPLE_GLA.choose),
 }
 

@@ -5,9 +5,8 @@ Per head, with state ``S [K, V]`` and log decay ``g``, one per head or one per k
     S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T,    o_t = scale * q_t^T S_t
 
 One gate per head is simple GLA, and with constant gates retention (arXiv:2307.08621) and lightning
-attention (arXiv:2401.04658); Mamba-2's SSD (arXiv:2405.21060) reads ``q = C``, ``k = B``,
-``v = dt x``. One gate per channel is GLA (arXiv:2312.06635, eq. 3). RWKV-6 (arXiv:2404.05892) reads
-before it writes.
+attention; Mamba-2's SSD (arXiv:2405.21060) reads ``q = C``, ``k = B``, ``v = dt x``. One gate per
+channel is GLA (arXiv:2312.06635, eq. 3). RWKV-6 (arXiv:2404.05892) reads before it writes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import jax.numpy as jnp
 from jla.kernels import limits
 from jla.ops.chunking import accumulator
 from jla.ops.decay import Decay
-from jla.ops.dispatch import Choice
 from jla.ops.recurrence import Options, Parts, Recurrence, check_operands, run, scaled
 
 
@@ -58,70 +56,6 @@ def simple_gla(
     check_operands(q=q, k=k, v=v, per_head={"g": g}, initial_state=options.get("initial_state"))
     g = jnp.zeros_like(v[..., 0], dtype) if g is None else g
     return run(SIMPLE_GLA, (scaled(q, scale), k, v), g[..., None], **options)
-
-
-def retention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    scale: float | None = None,
-    **options: Unpack[Options],
-) -> tuple[Any, ...]:
-    """Retention: :func:`simple_gla` where head h always decays by ``1 - 2^(-5-h)`` a token
-    (arXiv:2307.08621, eq. 8)."""
-    check_operands(q=q, k=k, v=v)
-    g = jnp.log1p(-jnp.exp2(-5.0 - jnp.arange(v.shape[2], dtype=accumulator(v.dtype))))
-    return simple_gla(q, k, v, g, scale=scale, **options)
-
-
-def lightning_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    layer_idx: int,
-    num_layers: int,
-    scale: float | None = None,
-    **options: Unpack[Options],
-) -> tuple[Any, ...]:
-    """Lightning attention: :func:`simple_gla` where head h of H always has the log decay
-    ``-8 h / H * (1 - layer_idx / num_layers)`` (arXiv:2401.04658, as FLA has it)."""
-    check_operands(q=q, k=k, v=v)
-    heads = jnp.arange(v.shape[2], dtype=accumulator(v.dtype))
-    g = -8 / v.shape[2] * (1 - layer_idx / num_layers) * heads
-    return simple_gla(q, k, v, g, scale=scale, **options)
-
-
-def linear_attn(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    scale: float | None = None,
-    normalize: bool = True,
-    **options: Unpack[Options],
-) -> tuple[Any, ...]:
-    """Linear attention without decay, divided by the sum of its weights (arXiv:2006.16236, eq. 12).
-
-    ``o_t = q_t^T S_t / (q_t^T z_t + 1e-10)`` with ``z_t`` the sum of keys; q and k should be
-    features at least 0. The sum is one more column of values, all 1.
-
-    Args:
-        q, k, v, scale: as in :func:`simple_gla`.
-        normalize: divide; without, this is :func:`simple_gla` without gates.
-        **options: :class:`jla.ops.Options`; with ``normalize`` the state is ``[B, H, K, V + 1]``,
-            its last column ``z``.
-    """
-    if not normalize:
-        return simple_gla(q, k, v, scale=scale, **options)
-    v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
-    check_operands(q=q, k=k, v=v, initial_state=options.get("initial_state"))
-    wide = accumulator(v.dtype)
-    no_decay = jnp.zeros_like(v[..., :1], wide)
-    o, *states = run(LINEAR_ATTN, (scaled(q, scale), k, v), no_decay, **options)
-    o = o.astype(wide)
-    return (o[..., :-1] / (o[..., -1:] + 1e-10)).astype(v.dtype), *states
 
 
 def gla(
@@ -202,17 +136,6 @@ def _rwkv6_within(r, k, v, u, reader, decay: Decay) -> Parts:
     )
 
 
-def choose_linear_attn(q, k, v, *args, normalize: bool = True, **options) -> Choice:
-    """Which implementation :func:`linear_attn` runs."""
-    return (LINEAR_ATTN if normalize else SIMPLE_GLA).choose(q, k, v, *args, **options)
-
-
-def choose_rwkv6(r, k, v, *args, **options) -> Choice:
-    """Which implementation :func:`rwkv6` runs."""
-    return RWKV6.choose(r, k, v, *args, **options)
-
-
 SIMPLE_GLA = Recurrence("simple_gla", _step, _within, limit=limits.simple_gla)
-LINEAR_ATTN = Recurrence("linear_attn", _step, _within)
 GLA = Recurrence("gla", _step, _within)
 RWKV6 = Recurrence("rwkv6", _rwkv6_step, _rwkv6_within, readers=(4,))
