@@ -8,11 +8,17 @@ from flax import nnx
 
 from jla.models.causal_lm import CausalLM
 from jla.models.config import Config
+from jla.models.delta_net import DeltaNetForCausalLM
 from jla.models.gated_deltanet import GatedDeltaNetForCausalLM
+from jla.models.gated_deltaproduct import GatedDeltaProductForCausalLM
+from jla.models.kda import KDAForCausalLM
 from jla.models.transformer import TransformerForCausalLM
 
 MODELS: dict[str, type[CausalLM]] = {
+    "delta_net": DeltaNetForCausalLM,
     "gated_deltanet": GatedDeltaNetForCausalLM,
+    "gated_deltaproduct": GatedDeltaProductForCausalLM,
+    "kda": KDAForCausalLM,
     "transformer": TransformerForCausalLM,
 }
 

@@ -32,10 +32,10 @@ def normal(std: float) -> Initializer:
     return initializers.normal(std)
 
 
-def decay_rate(key, shape) -> jax.Array:
-    """``A_log`` float32: the log of a decay rate uniform in (0, 16) (FLA, after Mamba-2)."""
-    tiny = jnp.finfo(jnp.float32).tiny
-    return jnp.log(jax.random.uniform(key, shape, jnp.float32, tiny, 16.0))
+def decay_rate(key, shape, low: float = 0.0) -> jax.Array:
+    """``A_log`` float32: the log of a decay rate uniform in ``(low, 16)`` (FLA, after Mamba-2)."""
+    low = max(low, float(jnp.finfo(jnp.float32).tiny))
+    return jnp.log(jax.random.uniform(key, shape, jnp.float32, low, 16.0))
 
 
 def step_size_bias(key, shape, low: float = 1e-3, high: float = 0.1) -> jax.Array:

@@ -29,9 +29,16 @@ HERE = Path(__file__).parent
 SERIALISED = "serialised_default_config_json"
 ARCHIVES = {"model": "fla-models.tar.xz", "layer": "fla-layers.tar.xz"}
 PATTERNS = [
+    "model/delta_net__*",
     "model/gated_deltanet__*",
+    "model/gated_deltaproduct__*",
+    "model/kda__*",
     "model/transformer__*",
+    "layer/DeltaNet",
     "layer/GatedDeltaNet",
+    "layer/GatedDeltaNet2",
+    "layer/GatedDeltaProduct",
+    "layer/KimiDeltaAttention",
     "layer/Attention",
 ]
 # FLA's finite-difference checks of itself: nothing compares with them.

@@ -18,7 +18,15 @@ import numpy as np
 from flax import nnx
 from helpers import random
 
-from jla.models import AutoModelForCausalLM, Config, GatedDeltaNetConfig, TransformerConfig
+from jla.models import (
+    AutoModelForCausalLM,
+    Config,
+    DeltaNetConfig,
+    GatedDeltaNetConfig,
+    GatedDeltaProductConfig,
+    KDAConfig,
+    TransformerConfig,
+)
 
 BATCH, LENGTH, VOCAB = 4, 33, 61
 
@@ -70,6 +78,30 @@ MODELS: dict[str, Row] = {
             allow_neg_eigval=True,
             hidden_act="powlu",
             **_delta,
+        ),
+    ),
+    "delta_net": Row(
+        DeltaNetConfig(
+            num_hidden_layers=2,
+            num_heads=2,
+            expand_v=1.5,
+            use_gate=True,
+            attn={"layers": [0], **_window},
+            **_shared,
+        ),
+    ),
+    "kda": Row(KDAConfig(num_hidden_layers=2, attn={"layers": [0], **_window}, **_delta)),
+    "kda-bounded": Row(KDAConfig(num_hidden_layers=1, safe_gate=True, lower_bound=-3.0, **_delta)),
+    "gated_deltaproduct": Row(
+        GatedDeltaProductConfig(
+            num_hidden_layers=2,
+            num_heads=3,
+            head_dim=6,
+            expand_v=1.5,
+            num_householder=2,
+            use_forget_gate=True,
+            attn={"layers": [0], **_window},
+            **_shared,
         ),
     ),
     "transformer": Row(
