@@ -22,7 +22,8 @@ CHUNK = 64  # of the floors' FLOP counts
 
 Shape = dict[str, int]
 
-# B rows, T tokens, H heads of size D, KV key heads, docs packed documents, win window.
+# B rows, T tokens, H heads of size D, KV key heads, docs packed documents, win window. State space
+# models: states of size N, G groups of heads, R ranks; C channels instead of heads.
 A = dict(B=1, T=8192, H=16, D=128)
 B = dict(B=8, T=2048, H=16, D=128)
 L = dict(B=1, T=32768, H=16, D=128)
@@ -34,6 +35,10 @@ C4 = dict(B=4, T=4096, H=16, D=128)
 C16 = dict(B=1, T=16384, H=16, D=128)
 W = dict(B=1, T=16384, H=16, D=128, win=1024)
 GQA = dict(B=1, T=16384, H=16, D=128, KV=4)
+M1 = dict(B=1, T=8192, C=4096, N=16)
+M2 = dict(B=1, T=8192, H=64, D=64, N=128, G=1)
+M3 = dict(B=1, T=8192, H=64, D=64, N=128, R=1)
+M3R = dict(B=1, T=8192, H=64, D=64, N=128, R=4)
 
 
 class Input(NamedTuple):
@@ -70,40 +75,25 @@ class Case(NamedTuple):
         return OPS[self.op].shapes[self.tag]
 
 
-def _inputs(key: str = "unit", writes: int = 1, **gates: tuple[str, str]):
-    """q, k, v and ``gates``: the draw of each, and whether it is per ``"head"``, ``"channel"`` or
-    ``"write"`` (per head; k, v and such gates come ``writes`` times a token)."""
-
+def _delta_inputs(gated: bool, normalised: bool):
     def inputs(p, dtype):
+        key = "normal" if not normalised else "unit"
         full = (p["B"], p["T"], p["H"], p["D"])
-        several = (p["B"], p["T"] * writes, *full[2:])
-        shapes = {"head": full[:3], "channel": full, "write": several[:3]}
         drawn = [
             Input("q", full, key, dtype),
-            Input("k", several, key, dtype),
-            Input("v", several, "normal", dtype),
+            Input("k", full, key, dtype),
+            Input("v", full, "normal", dtype),
         ]
-        more = [Input(name, shapes[per], draw, jnp.float32) for name, (draw, per) in gates.items()]
-        return drawn + more
+        gates = [Input("g", full[:3], "decay", jnp.float32)] if gated else []
+        return [*drawn, *gates, Input("beta", full[:3], "sigmoid", jnp.float32)]
 
     return inputs
 
 
-def _linear_flops(p):
-    """Of linear attention: scores, their product with v, reads of and writes to the state."""
-    return p["B"] * p["T"] * p["H"] * (4 * CHUNK * p["D"] + 4 * p["D"] ** 2)
-
-
-def _delta_flops(p, writes: int = 1):
+def _delta_flops(p):
     d = p["D"]
     per_token = 4 * CHUNK * d + 4 * d * d + 2 * CHUNK * d + 4 * CHUNK * d + 2 * d * d
-    return writes * p["B"] * p["T"] * p["H"] * (per_token + 2 * CHUNK * CHUNK / 3)
-
-
-def _dplr_flops(p):
-    """As the delta rule's, with two more pairs of scores and twice the rows written."""
-    per_token = 18 * CHUNK * p["D"] + 8 * p["D"] ** 2 + 2 * CHUNK * CHUNK / 3
-    return p["B"] * p["T"] * p["H"] * per_token
+    return p["B"] * p["T"] * p["H"] * (per_token + 2 * CHUNK * CHUNK / 3)
 
 
 def _attention_inputs(p, dtype):
@@ -120,6 +110,53 @@ def _attention_flops(p):
     return 4 * p["B"] * p["H"] * p["D"] * pairs * p.get("docs", 1)
 
 
+def _scan_inputs(p, dtype):
+    full, states = (p["B"], p["T"], p["C"]), (p["B"], p["T"], p["N"])
+    return [
+        Input("x", full, "normal", dtype),
+        Input("dt", full, "step", jnp.float32),
+        Input("A", (p["C"], p["N"]), "rate", jnp.float32),
+        Input("B", states, "normal", dtype),
+        Input("C", states, "normal", dtype),
+    ]
+
+
+def _scan_flops(p):
+    return 7 * p["B"] * p["T"] * p["C"] * p["N"]
+
+
+def _ssd_inputs(p, dtype):
+    tokens, groups = (p["B"], p["T"], p["H"]), (p["B"], p["T"], p["G"], p["N"])
+    return [
+        Input("x", (*tokens, p["D"]), "normal", dtype),
+        Input("dt", tokens, "step", jnp.float32),
+        Input("A", (p["H"],), "rate", jnp.float32),
+        Input("B", groups, "unit", dtype),
+        Input("C", groups, "normal", dtype),
+    ]
+
+
+def _mamba3_inputs(p, dtype):
+    tokens, rank = (p["B"], p["T"], p["H"]), (p["H"], p["R"], p["D"])
+    ranks = (*tokens, p["R"], p["N"])
+    return [
+        Input("x", (*tokens, p["D"]), "normal", dtype),
+        Input("dt", tokens, "step", jnp.float32),
+        Input("A", tokens, "rate", jnp.float32),
+        Input("B", ranks, "unit", dtype),
+        Input("C", ranks, "normal", dtype),
+        Input("trap", tokens, "normal", jnp.float32),
+        Input("angles", (p["B"], p["T"], p["N"] // 4), "normal", jnp.float32),
+        Input("mimo_x", rank, "normal", jnp.float32),
+    ]
+
+
+def _ssm_flops(p):
+    ranks, sizes = p.get("R", 1), p["N"] + p["D"]
+    per_token = 2 * CHUNK * ranks**2 * sizes + 4 * ranks * p["N"] * p["D"]
+    return p["B"] * p["T"] * p["H"] * per_token
+
+
 def _no_options(p):
     return {}
 
@@ -128,73 +165,27 @@ OPS = {
     "gdn": Op(
         "gated_delta_rule",
         dict(A=A, B=B, L=L, P=P, S=S, A1=A1, A8=A8),
-        _inputs(g=("decay", "head"), beta=("sigmoid", "head")),
+        _delta_inputs(gated=True, normalised=True),
         _no_options,
         _delta_flops,
     ),
     "gdn_l2": Op(
         "gated_delta_rule",
         dict(A=A),
-        _inputs("normal", g=("decay", "head"), beta=("sigmoid", "head")),
+        _delta_inputs(gated=True, normalised=False),
         lambda p: dict(use_qk_l2norm=True),
         _delta_flops,
     ),
     "deltanet": Op(
         "delta_rule",
         dict(A=A, B=B),
-        _inputs(beta=("sigmoid", "head")),
+        _delta_inputs(gated=False, normalised=True),
         _no_options,
         _delta_flops,
     ),
-    "kda": Op(
-        "kda",
-        dict(A=A, B=B),
-        _inputs(g=("decay", "channel"), beta=("sigmoid", "head")),
-        _no_options,
-        _delta_flops,
-    ),
-    "gdn2": Op(
-        "gdn2",
-        dict(A=A),
-        _inputs(g=("decay", "channel"), b=("sigmoid", "channel"), w=("sigmoid", "channel")),
-        _no_options,
-        _delta_flops,
-    ),
-    "gdp": Op(
-        "gated_delta_product",
-        dict(A=A),
-        _inputs(writes=2, g=("decay", "head"), beta=("sigmoid", "write")),
-        lambda p: dict(num_householder=2),
-        functools.partial(_delta_flops, writes=2),
-    ),
-    "simple_gla": Op(
-        "simple_gla",
-        dict(A=A, B=B),
-        _inputs(g=("decay", "head")),
-        _no_options,
-        _linear_flops,
-    ),
-    "gla": Op(
-        "gla",
-        dict(A=A),
-        _inputs(g=("decay", "channel")),
-        _no_options,
-        _linear_flops,
-    ),
-    "dplr": Op(
-        "dplr_delta_rule",
-        dict(A=A),
-        _inputs(a=("direction", "channel"), b=("direction", "channel"), g=("decay", "channel")),
-        _no_options,
-        _dplr_flops,
-    ),
-    "iplr": Op(
-        "iplr_delta_rule",
-        dict(A=A),
-        _inputs(a=("direction", "channel"), b=("direction", "channel")),
-        _no_options,
-        _dplr_flops,
-    ),
+    "mamba": Op("selective_scan", dict(M1=M1), _scan_inputs, _no_options, _scan_flops),
+    "mamba2": Op("ssd", dict(M2=M2), _ssd_inputs, _no_options, _ssm_flops),
+    "mamba3": Op("mamba3", dict(M3=M3, M3R=M3R), _mamba3_inputs, _no_options, _ssm_flops),
     "attn": Op(
         "attention",
         dict(C4=C4, C16=C16, W=W, DOC=P, GQA=GQA),
@@ -225,7 +216,7 @@ def select(names: str | None) -> list[Case]:
 
 def shrink(p: Shape) -> Shape:
     """The same kind of shape, small enough for a test on a CPU."""
-    small = dict(B=1, T=256, H=2, D=32, KV=1, docs=4, win=64)
+    small = dict(B=1, T=256, H=2, D=32, KV=1, docs=4, win=64, C=32, N=16, G=1, R=2)
     return {name: min(size, small[name]) for name, size in p.items()}
 
 
@@ -239,8 +230,13 @@ def make_inputs(op: str, p: Shape, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
 
 
 def make_cotangent(op: str, p: Shape, dtype=jnp.bfloat16) -> jax.Array:
-    """A random gradient of the outputs ``[B, T, H, D]``."""
-    return _normal((p["B"], p["T"], p["H"], p["D"]), 99).astype(dtype)
+    """A random gradient of the outputs."""
+    return _normal(output_shape(p), 99).astype(dtype)
+
+
+def output_shape(p: Shape) -> tuple[int, ...]:
+    """``[B, T, H, D]``, ``[B, T, H, R, D]`` with ranks, ``[B, T, C]`` of channels."""
+    return tuple(p[name] for name in "BTHRDC" if name in p)
 
 
 def segment_ids(p: Shape) -> jax.Array | None:
@@ -285,7 +281,7 @@ def floors(op: str, p: Shape) -> tuple[float, float]:
         math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in OPS[op].inputs(p, jnp.bfloat16)
     ]
     gradients = sum(sizes)
-    moved = gradients + 2 * math.prod((p["B"], p["T"], p["H"], p["D"]))
+    moved = gradients + 2 * math.prod(output_shape(p))
     flops = OPS[op].flops(p)
     forward = max(flops / PEAK, moved / BANDWIDTH) * 1e3
     backward = max(2.5 * flops / PEAK, (moved + gradients) / BANDWIDTH) * 1e3
@@ -295,19 +291,16 @@ def floors(op: str, p: Shape) -> tuple[float, float]:
 def _decay(x):
     """Log decays of heads whose memories last from some tokens to some hundreds."""
     memory = jnp.asarray(2.0 ** np.linspace(-6, -1, x.shape[2]), jnp.float32)
-    return jax.nn.log_sigmoid(x) * memory.reshape(-1, *(1,) * (x.ndim - 3))
-
-
-def _unit(x):
-    return x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
+    return jax.nn.log_sigmoid(x) * memory
 
 
 DRAWS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "normal": lambda x: x,
-    "unit": _unit,
-    "direction": lambda x: 0.5 * _unit(x),  # short: a low rank step must not make states grow
+    "unit": lambda x: x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6),
     "decay": _decay,
     "sigmoid": jax.nn.sigmoid,
+    "step": lambda x: jax.nn.softplus(x - 4),
+    "rate": lambda x: -jnp.exp(x + 1),
 }
 
 

@@ -16,15 +16,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jla.layers import (
-    KDA,
-    Attention,
-    DeltaNet,
-    GatedDeltaNet,
-    GatedDeltaNet2,
-    GatedDeltaProduct,
-    TokenMixer,
-)
+from jla.layers import Attention, GatedDeltaNet, Mamba, Mamba2, Mamba3, TokenMixer
 
 
 @dataclass(frozen=True)
@@ -57,10 +49,9 @@ def filled_slots(cache):
 HIDDEN = 24
 
 _delta = partial(GatedDeltaNet, HIDDEN, num_heads=3, head_dim=8)
-_plain_delta = partial(DeltaNet, hidden_size=HIDDEN, num_heads=3)
-_kda = partial(KDA, HIDDEN, num_heads=3, head_dim=6)
-_product = partial(GatedDeltaProduct, HIDDEN, num_heads=3, head_dim=6)
 _attention = partial(Attention, HIDDEN)
+_mamba2 = partial(Mamba2, hidden_size=HIDDEN)
+_mamba3 = partial(Mamba3, HIDDEN)
 _softmax = partial(Mixer, other_impl="chunk", meaningful=filled_slots)
 
 MIXERS: dict[str, Mixer] = {
@@ -80,66 +71,61 @@ MIXERS: dict[str, Mixer] = {
         ),
         variant=True,
     ),
-    "deltanet": Mixer(partial(_plain_delta, expand_v=1.5, use_gate=True)),
-    "deltanet-sum": Mixer(
-        partial(
-            _plain_delta,
-            expand_k=0.75,
-            conv_bias=True,
-            allow_neg_eigval=True,
-            qk_activation="elu",
-            qk_norm="sum",
-        ),
-        variant=True,
-    ),
-    "deltanet-plain": Mixer(
-        partial(_plain_delta, use_beta=False, use_short_conv=False, qk_activation="identity"),
-        variant=True,
-    ),
-    "kda": Mixer(partial(_kda, expand_v=1.5, num_v_heads=6)),
-    "kda-bounded": Mixer(
-        partial(
-            _kda,
-            expand_v=0.5,
-            safe_gate=True,
-            lower_bound=-5.0,
-            allow_neg_eigval=True,
-            use_short_conv=False,
-        ),
-        variant=True,
-    ),
-    "gdn2": Mixer(partial(GatedDeltaNet2, HIDDEN, num_heads=3, head_dim=6, num_v_heads=6)),
-    "gdn2-options": Mixer(
-        partial(
-            GatedDeltaNet2,
-            HIDDEN,
-            expand_v=1.5,
-            num_heads=3,
-            head_dim=6,
-            allow_neg_eigval=True,
-            conv_bias=True,
-            conv_size=3,
-        ),
-        variant=True,
-    ),
-    "deltaproduct": Mixer(partial(_product, expand_v=1.5, num_v_heads=6)),
-    "deltaproduct-plain": Mixer(
-        partial(
-            _product,
-            expand_v=0.5,
-            use_output_gate=False,
-            use_short_conv=False,
-            use_forget_gate=False,
-            allow_neg_eigval=False,
-            num_householder=3,
-        ),
-        variant=True,
-    ),
     "attention": _softmax(partial(_attention, num_heads=6, num_kv_heads=3, qkv_bias=True)),
     "attention-window": _softmax(
         partial(_attention, num_heads=3, num_kv_heads=1, window_size=4, qk_norm=True)
     ),
     "attention-nope": _softmax(partial(_attention, num_heads=3, rope_theta=None), variant=True),
+    "mamba": Mixer(partial(Mamba, HIDDEN, state_size=5, intermediate_size=20)),
+    "mamba-options": Mixer(
+        partial(
+            Mamba,
+            HIDDEN,
+            state_size=3,
+            conv_kernel=3,
+            use_conv_bias=False,
+            intermediate_size=28,
+            dt_rank=5,
+            dt_init="constant",
+            use_bias=True,
+        ),
+        variant=True,
+    ),
+    "mamba2": Mixer(partial(_mamba2, head_dim=8, state_size=5, n_groups=2)),
+    # S16: a skip per channel and another head size.
+    "mamba2-options": Mixer(
+        partial(
+            _mamba2,
+            head_dim=16,
+            state_size=7,
+            conv_kernel=3,
+            use_conv_bias=False,
+            D_has_hdim=True,
+            norm_before_gate=True,
+            dt_limit=(0.05, 0.2),
+            use_bias=True,
+        ),
+        variant=True,
+    ),
+    "mamba2-plain": Mixer(partial(_mamba2, head_dim=8, state_size=6, rmsnorm=False), variant=True),
+    "mamba3": Mixer(partial(_mamba3, state_size=6, head_dim=8, n_groups=2)),
+    "mamba3-ranks": Mixer(
+        partial(_mamba3, state_size=10, head_dim=16, is_mimo=True, mimo_rank=3), variant=True
+    ),
+    "mamba3-options": Mixer(
+        partial(
+            _mamba3,
+            state_size=6,
+            head_dim=8,
+            rope_fraction=1.0,
+            A_floor=0.5,
+            is_outproj_norm=True,
+            is_mimo=True,
+            mimo_rank=2,
+            use_bias=True,
+        ),
+        variant=True,
+    ),
 }
 
 

@@ -131,7 +131,7 @@ def _is_repo_id(name: str) -> bool:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no config.json") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -139,6 +139,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(settings, dict) or "model_type" not in settings:
         raise CheckpointError(f"{path} has no model_type; known ones are {sorted(MODELS)}")
     return settings
+
+
+def _special_float(entry: dict[str, Any]) -> Any:
+    """Transformers writes an infinity, which JSON lacks, as ``{"__float__": "Infinity"}``."""
+    return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
 
 
 def _file_dtype(tensors: Tensors):

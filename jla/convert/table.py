@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jla.layers import GatedDeltaNet
+from jla.models import Mamba2Model, Mamba3Model, MambaModel
 from jla.nn import GatedRMSNorm, RMSNorm, ShortConvolution
 
 
@@ -70,6 +71,10 @@ RESERVED = frozenset({"kernel", "scale", "embedding"})
 # never used (FLA issues 136 and 226).
 LEGACY: dict[type[nnx.Module], dict[str, str | None]] = {
     GatedDeltaNet: {"norm.weight": "o_norm.weight", "D": None},
+    # The originators' own checkpoints.
+    MambaModel: {"embedding.weight": "embeddings.weight"},
+    Mamba2Model: {"embedding.weight": "embeddings.weight"},
+    Mamba3Model: {"embedding.weight": "embeddings.weight"},
 }
 
 

@@ -26,6 +26,7 @@ class ShortConvolution(nnx.Module):
         activation: None, ``"silu"`` or ``"swish"`` (the same).
         param_dtype: dtype of ``kernel [W, D]`` and ``bias [D]``.
         kernel_init: initialiser of the kernel; torch's default if None.
+        bias_init: initialiser of the bias; zeros if None.
         rngs: ``params`` stream.
 
     Raises:
@@ -41,6 +42,7 @@ class ShortConvolution(nnx.Module):
         *,
         param_dtype=jnp.float32,
         kernel_init: init.Initializer | None = None,
+        bias_init: init.Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         if kernel_size < 1:
@@ -50,7 +52,9 @@ class ShortConvolution(nnx.Module):
         self.hidden_size, self.kernel_size, self.activation = hidden_size, kernel_size, activation
         kernel_init = kernel_init or init.torch_depthwise
         self.kernel = nnx.Param(kernel_init(rngs.params(), (kernel_size, hidden_size), param_dtype))
-        self.bias = nnx.Param(jnp.zeros((hidden_size,), param_dtype)) if bias else None
+        bias_init = bias_init or nnx.initializers.zeros_init()
+        shape = (hidden_size,)
+        self.bias = nnx.Param(bias_init(rngs.params(), shape, param_dtype)) if bias else None
 
     def __call__(
         self,

@@ -32,16 +32,35 @@ def normal(std: float) -> Initializer:
     return initializers.normal(std)
 
 
-def decay_rate(key, shape, low: float = 0.0) -> jax.Array:
-    """``A_log`` float32: the log of a decay rate uniform in ``(low, 16)`` (FLA, after Mamba-2)."""
+@functools.cache
+def uniform(bound: float) -> Initializer:
+    """Uniform within ``bound`` of 0; one object per value."""
+
+    def draw(key, shape, dtype=jnp.float32, out_sharding=None) -> jax.Array:
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return draw
+
+
+@functools.cache
+def into_residual(num_layers: int) -> Initializer:
+    """torch's default for Linear over ``sqrt(num_layers)``, for what so many layers add to a
+    residual (GPT-2's scheme as the Mamba models have it)."""
+    return initializers.variance_scaling(1 / (3 * num_layers), "fan_in", "uniform")
+
+
+def decay_rate(key, shape, low: float = 0.0, high: float = 16.0) -> jax.Array:
+    """``A_log`` float32: the log of a decay rate uniform in ``[low, high)``, above 0 (Mamba-2)."""
     low = max(low, float(jnp.finfo(jnp.float32).tiny))
-    return jnp.log(jax.random.uniform(key, shape, jnp.float32, low, 16.0))
+    return jnp.log(jax.random.uniform(key, shape, jnp.float32, low, high))
 
 
-def step_size_bias(key, shape, low: float = 1e-3, high: float = 0.1) -> jax.Array:
+def step_size_bias(
+    key, shape, low: float = 1e-3, high: float = 0.1, floor: float = 1e-4
+) -> jax.Array:
     """``dt_bias`` float32: inverse softplus of a step log-uniform in ``[low, high]`` (Mamba)."""
     log_step = jax.random.uniform(key, shape, jnp.float32, jnp.log(low), jnp.log(high))
-    step = jnp.maximum(jnp.exp(log_step), 1e-4)
+    step = jnp.maximum(jnp.exp(log_step), floor)
     return step + jnp.log(-jnp.expm1(-step))
 
 

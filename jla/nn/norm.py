@@ -43,18 +43,20 @@ class RMSNorm(nnx.Module):
 
 
 class GatedRMSNorm(nnx.Module):
-    """``rms_norm(x) * scale * act(gate)`` (FLA's ``FusedRMSNormGated``).
+    """``rms_norm(x) * scale * act(gate)`` (FLA's ``FusedRMSNormGated``, ``RMSNormGated``).
 
     Args:
         num_features: D.
         activation: of the gate, a key of ``ACTIVATIONS``.
+        norm_before_gate: normalise x, then gate it; else normalise the gated x.
+        group_size: features that are normalised together, a divisor of D; all if None.
         eps: added to the mean square.
         elementwise_affine: learn a scale; else there is none.
         param_dtype: dtype of ``scale [D]``, which starts at 1. Everything is computed in float32.
         rngs: unused, taken so that all modules are made alike.
 
     Raises:
-        ValueError: unknown activation.
+        ValueError: unknown activation, or groups that do not divide D.
     """
 
     def __init__(
@@ -62,19 +64,31 @@ class GatedRMSNorm(nnx.Module):
         num_features: int,
         *,
         activation: str = "swish",
+        norm_before_gate: bool = True,
+        group_size: int | None = None,
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         param_dtype=jnp.float32,
         rngs: nnx.Rngs | None = None,
     ):
         check_choice("activation", activation, ACTIVATIONS)
+        if group_size is not None and num_features % group_size:
+            raise ValueError(f"group_size={group_size} must divide {num_features=}")
         self.num_features, self.activation, self.eps = num_features, activation, eps
+        self.norm_before_gate, self.group_size = norm_before_gate, group_size
         self.scale = _scale(num_features, elementwise_affine, param_dtype)
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         """``x`` and ``gate`` ``[..., D]`` to ``[..., D]`` in x's dtype."""
-        scale = None if self.scale is None else self.scale[...]
-        return rms_norm(x, scale, gate=gate, activation=self.activation, eps=self.eps)
+        return rms_norm(
+            x,
+            None if self.scale is None else self.scale[...],
+            gate=gate,
+            activation=self.activation,
+            norm_before_gate=self.norm_before_gate,
+            group_size=self.group_size,
+            eps=self.eps,
+        )
 
 
 def _scale(num_features, elementwise_affine, param_dtype):

@@ -9,16 +9,19 @@ from jla.ops.gated_sum import hgrn
 from jla.ops.kinds import explain, linear_attention
 from jla.ops.linear import gla, rwkv6, simple_gla
 from jla.ops.loss import cross_entropy, l2_warp, shift_labels
-from jla.ops.norm import l1_norm, l2_norm, rms_norm
+from jla.ops.norm import l2_norm, rms_norm
 from jla.ops.recurrence import Options
 from jla.ops.rotary import rotate
 from jla.ops.segments import cu_seqlens_from_segment_ids, segment_ids_from_cu_seqlens
 from jla.ops.slots import gsa
 from jla.ops.softmax import attention
+from jla.ops.ssm import selective_scan, ssd
+from jla.ops.trapezoidal import Mamba3State, mamba3
 
 __all__ = [
     "Choice",
     "ImplUnavailable",
+    "Mamba3State",
     "Options",
     "attention",
     "causal_conv1d",
@@ -35,19 +38,21 @@ __all__ = [
     "hgrn",
     "iplr_delta_rule",
     "kda",
-    "l1_norm",
     "l2_norm",
     "l2_warp",
     "lightning_attention",
     "linear_attention",
     "linear_attn",
     "retention",
+    "mamba3",
     "rms_norm",
     "rotate",
     "rwkv6",
     "rwkv7",
     "segment_ids_from_cu_seqlens",
+    "selective_scan",
     "shift_labels",
     "simple_gla",
+    "ssd",
     "use_impl",
 ]

@@ -51,7 +51,7 @@ class Decay:
         Operands ``[..., C, K]`` are rounded to ``dtype``, sums are float32.
         """
         if self._g.shape[-1] == 1:
-            return product("...ik,...jk->...ij", a, b, dtype) * _scalar_pairs(self._g[..., 0])
+            return product("...ik,...jk->...ij", a, b, dtype) * self.between()
         diagonal = jnp.sum(a.astype(self._g.dtype) * b.astype(self._g.dtype), axis=-1)
 
         def corner(level, *_):
@@ -83,6 +83,10 @@ class Decay:
             out = out + jnp.stack([jnp.zeros_like(later), later], axis=-3).reshape(out.shape)
             half *= 2
         return out
+
+    def between(self) -> jax.Array:
+        """Decays of a scalar gate from after j to i, 0 for j > i: ``[..., C, C]``."""
+        return _scalar_pairs(self._g[..., 0])
 
     def enter_before(self, x: jax.Array) -> jax.Array:
         """:meth:`enter` for what reads before its own token decays the state."""

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jla.ops import constant_decay, delta, dplr, gated_sum, linear, slots, softmax
+from jla.ops import (
+    constant_decay,
+    delta,
+    dplr,
+    gated_sum,
+    linear,
+    slots,
+    softmax,
+    ssm,
+    trapezoidal,
+)
 from jla.ops.dispatch import Choice
 
 
@@ -32,9 +42,12 @@ KINDS = {
     "kda": _Kind(delta.kda, delta.KDA.choose),
     "lightning_attention": _Kind(constant_decay.lightning_attention, linear.SIMPLE_GLA.choose),
     "linear_attn": _Kind(constant_decay.linear_attn, constant_decay.choose_linear_attn),
+    "mamba3": _Kind(trapezoidal.mamba3, trapezoidal.choose_mamba3),
     "retention": _Kind(constant_decay.retention, linear.SIMPLE_GLA.choose),
     "rwkv6": _Kind(linear.rwkv6, _choose_rwkv6),
+    "selective_scan": _Kind(ssm.selective_scan, ssm.choose_selective_scan),
     "simple_gla": _Kind(linear.simple_gla, linear.SIMPLE_GLA.choose),
+    "ssd": _Kind(ssm.ssd, ssm.choose_ssd),
 }
 
 

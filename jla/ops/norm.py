@@ -22,19 +22,14 @@ def l2_norm(x: jax.Array, eps: float = 1e-6) -> jax.Array:
     return (wide * lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
-def l1_norm(x: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """``x / max(sum(|x|), eps)`` over the last axis, in x's dtype."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    size = jnp.sum(jnp.abs(wide), axis=-1, keepdims=True)
-    return (wide / jnp.maximum(size, eps)).astype(x.dtype)
-
-
 def rms_norm(
     x: jax.Array,
     scale: jax.Array | None = None,
     *,
     gate: jax.Array | None = None,
     activation: str = "swish",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
     eps: float = 1e-5,
 ) -> jax.Array:
     """``x / sqrt(mean(x^2) + eps) * scale``, times ``act(gate)`` if a gate is given.
@@ -44,15 +39,19 @@ def rms_norm(
         scale: ``[D]`` or None (1).
         gate: ``[..., D]`` or None.
         activation: a key of ``ACTIVATIONS``, applied to the gate.
+        norm_before_gate: normalise x, then gate it; else normalise the gated x.
+        group_size: features that are normalised together, a divisor of D; all if None.
         eps: added to the mean square.
 
     Returns:
         ``[..., D]`` in x's dtype; everything before the last cast is float32.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    y = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    factor = 1 if gate is None else ACTIVATIONS[activation](gate.astype(wide.dtype))
+    wide = wide if norm_before_gate else wide * factor
+    groups = wide if group_size is None else wide.reshape(*x.shape[:-1], -1, group_size)
+    y = groups * lax.rsqrt(jnp.mean(groups * groups, axis=-1, keepdims=True) + eps)
+    y = y.reshape(x.shape)
     if scale is not None:
         y = y * scale.astype(wide.dtype)
-    if gate is not None:
-        y = y * ACTIVATIONS[activation](gate.astype(wide.dtype))
-    return y.astype(x.dtype)
+    return (y * factor if norm_before_gate else y).astype(x.dtype)

@@ -28,9 +28,12 @@ class Parts(NamedTuple):
 
         E = [values; writes - pulls S],   o = reads S + scores E,   S' = diag(total) S + keys^T E
 
+    A token may read R times, and write R times per stream: then R C rows, those of a rank together
+    (:func:`rank_major`).
+
     Attributes:
-        reads: ``[C, K]``.
-        scores: ``[C, M]``.
+        reads: ``[R C, K]``.
+        scores: ``[R C, M]``.
         keys: ``[M, K]``.
         total: ``[X]``, X = 1 or K.
         values: ``[.., V]`` rows that do not depend on S, or None.
@@ -194,9 +197,25 @@ def _chunk_by_chunk(recurrence, operands, g, state, state_positions, *, chunk):
     final, (o, kept) = lax.scan(advance, state, prepare(operands, g))
     states = None
     if kept is not None:
-        keys = jnp.concatenate([operands[i] for i in recurrence.streams], axis=-2)
+        keys = jnp.concatenate([rank_major(operands[i]) for i in recurrence.streams], axis=-2)
         states = _read_states(state_positions, *kept, keys, g)
-    return from_chunks(o, length), final, states
+    return from_chunks(_by_token(o, chunk), length), final, states
+
+
+def rank_major(x: jax.Array) -> jax.Array:
+    """Several rows a token, ``[N, B, H, C, R, K]``, as rows of a chunk ``[N, B, H, R C, K]``."""
+    if x.ndim == 5:
+        return x
+    *lead, chunk, ranks, size = x.shape
+    return jnp.swapaxes(x, -3, -2).reshape(*lead, ranks * chunk, size)
+
+
+def _by_token(o, chunk):
+    """The way back of :func:`rank_major`, for outputs; a single rank gets no axis."""
+    *lead, rows, size = o.shape
+    if rows == chunk:
+        return o
+    return jnp.swapaxes(o.reshape(*lead, rows // chunk, chunk, size), -3, -2)
 
 
 def _read_states(positions, entries, rows, keys, g):
@@ -259,6 +278,11 @@ def check_operands(
     wanted |= {name: (x, "[B, T, H, K]", full) for name, x in (per_channel or {}).items()}
     state = (v.shape[0], heads, q.shape[3], v.shape[3])
     wanted["initial_state"] = (initial_state, "[B, H, K, V]", state)
+    check_shapes(**wanted)
+
+
+def check_shapes(**wanted: tuple[jax.Array | None, str, tuple[int, ...]]) -> None:
+    """Raises ValueError unless every ``name=(array, letters, shape)`` is None or has its shape."""
     for name, (x, letters, shape) in wanted.items():
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} must be {letters} = {shape}, got shape {x.shape}")

@@ -22,9 +22,27 @@ def rotate(x: jax.Array, positions: jax.Array, *, theta: float = 10000.0) -> jax
     """
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[..., None].astype(jnp.float32) * frequency
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    cos, sin = jnp.cos(angle)[..., None, :].astype(wide), jnp.sin(angle)[..., None, :].astype(wide)
-    first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    return turn(x, positions[..., None, None].astype(jnp.float32) * frequency)
+
+
+def turn(x: jax.Array, angle: jax.Array, *, interleaved: bool = False) -> jax.Array:
+    """Rotates pairs of channels, channels i and i + D/2 or, interleaved, 2i and 2i + 1.
+
+    Args:
+        x: ``[..., D]``, D even.
+        angle: radians ``[..., S]``, S at most D/2; channels of later pairs stay.
+        interleaved: which channels make a pair.
+
+    Returns:
+        ``[..., D]`` in x's dtype, computed in float32.
+    """
+    count, half = angle.shape[-1], x.shape[-1] // 2
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    cos, sin = jnp.cos(angle).astype(wide.dtype), jnp.sin(angle).astype(wide.dtype)
+    pairs = wide.reshape(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
+    axis = -1 if interleaved else -2
+    first, second = pairs.take(0, axis), pairs.take(1, axis)
+    a, b = first[..., :count], second[..., :count]
+    first = jnp.concatenate([a * cos - b * sin, first[..., count:]], axis=-1)
+    second = jnp.concatenate([a * sin + b * cos, second[..., count:]], axis=-1)
+    return jnp.stack([first, second], axis=axis).reshape(x.shape).astype(x.dtype)

@@ -29,16 +29,17 @@ HERE = Path(__file__).parent
 SERIALISED = "serialised_default_config_json"
 ARCHIVES = {"model": "fla-models.tar.xz", "layer": "fla-layers.tar.xz"}
 PATTERNS = [
-    "model/delta_net__*",
     "model/gated_deltanet__*",
-    "model/gated_deltaproduct__*",
-    "model/kda__*",
     "model/transformer__*",
-    "layer/DeltaNet",
+    "model/mamba__*",
+    "model/mamba2__*",
+    "model/mamba3__*",
+    "model/samba__*",
     "layer/GatedDeltaNet",
-    "layer/GatedDeltaNet2",
-    "layer/GatedDeltaProduct",
-    "layer/KimiDeltaAttention",
+    "layer/Mamba",
+    "layer/Mamba2",
+    "layer/Mamba3",
+    "layer/Mamba3__mimo",
     "layer/Attention",
 ]
 # FLA's finite-difference checks of itself: nothing compares with them.

@@ -21,10 +21,11 @@ from helpers import random
 from jla.models import (
     AutoModelForCausalLM,
     Config,
-    DeltaNetConfig,
     GatedDeltaNetConfig,
-    GatedDeltaProductConfig,
-    KDAConfig,
+    Mamba2Config,
+    Mamba3Config,
+    MambaConfig,
+    SambaConfig,
     TransformerConfig,
 )
 
@@ -35,6 +36,8 @@ _shared: dict[str, Any] = dict(
 )
 # K = 6, V = 9 and twice as many heads for values.
 _delta = _shared | dict(num_heads=2, num_v_heads=4, head_dim=6, expand_v=1.5)
+# Mamba's stacks have no MLPs.
+_bare = {name: value for name, value in _shared.items() if name != "intermediate_size"}
 _window = dict(num_heads=4, num_kv_heads=2, window_size=5)
 
 
@@ -80,29 +83,35 @@ MODELS: dict[str, Row] = {
             **_delta,
         ),
     ),
-    "delta_net": Row(
-        DeltaNetConfig(
+    "mamba": Row(MambaConfig(num_hidden_layers=2, state_size=5, **_bare)),
+    "mamba2": Row(Mamba2Config(num_hidden_layers=2, head_dim=8, state_size=5, n_groups=2, **_bare)),
+    "mamba3": Row(Mamba3Config(num_hidden_layers=2, head_dim=8, state_size=6, n_groups=3, **_bare)),
+    "mamba3-ranks": Row(
+        Mamba3Config(
             num_hidden_layers=2,
-            num_heads=2,
-            expand_v=1.5,
-            use_gate=True,
-            attn={"layers": [0], **_window},
-            **_shared,
-        ),
+            head_dim=16,
+            state_size=6,
+            is_mimo=True,
+            mimo_rank=3,
+            is_outproj_norm=True,
+            rope_fraction=1.0,
+            tie_word_embeddings=True,
+            **_bare,
+        )
     ),
-    "kda": Row(KDAConfig(num_hidden_layers=2, attn={"layers": [0], **_window}, **_delta)),
-    "kda-bounded": Row(KDAConfig(num_hidden_layers=1, safe_gate=True, lower_bound=-3.0, **_delta)),
-    "gated_deltaproduct": Row(
-        GatedDeltaProductConfig(
-            num_hidden_layers=2,
-            num_heads=3,
-            head_dim=6,
-            expand_v=1.5,
-            num_householder=2,
-            use_forget_gate=True,
-            attn={"layers": [0], **_window},
-            **_shared,
-        ),
+    "samba": Row(
+        SambaConfig(num_hidden_layers=2, state_size=5, attn={"layers": [1], **_window}, **_bare)
+    ),
+    "samba-residuals": Row(
+        SambaConfig(
+            num_hidden_layers=3,
+            state_size=3,
+            attn={"layers": [0, 2], "qkv_bias": True, **_window},
+            attnres_block_size=2,
+            hidden_ratio=1,
+            use_bias=True,
+            **_bare,
+        )
     ),
     "transformer": Row(
         TransformerConfig(
