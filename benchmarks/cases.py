@@ -75,25 +75,40 @@ class Case(NamedTuple):
         return OPS[self.op].shapes[self.tag]
 
 
-def _delta_inputs(gated: bool, normalised: bool):
+def _inputs(key: str = "unit", writes: int = 1, **gates: tuple[str, str]):
+    """q, k, v and ``gates``: the draw of each, and whether it is per ``"head"``, ``"channel"`` or
+    ``"write"`` (per head; k, v and such gates come ``writes`` times a token)."""
+
     def inputs(p, dtype):
-        key = "normal" if not normalised else "unit"
         full = (p["B"], p["T"], p["H"], p["D"])
+        several = (p["B"], p["T"] * writes, *full[2:])
+        shapes = {"head": full[:3], "channel": full, "write": several[:3]}
         drawn = [
             Input("q", full, key, dtype),
-            Input("k", full, key, dtype),
-            Input("v", full, "normal", dtype),
+            Input("k", several, key, dtype),
+            Input("v", several, "normal", dtype),
         ]
-        gates = [Input("g", full[:3], "decay", jnp.float32)] if gated else []
-        return [*drawn, *gates, Input("beta", full[:3], "sigmoid", jnp.float32)]
+        more = [Input(name, shapes[per], draw, jnp.float32) for name, (draw, per) in gates.items()]
+        return drawn + more
 
     return inputs
 
 
-def _delta_flops(p):
+def _linear_flops(p):
+    """Of linear attention: scores, their product with v, reads of and writes to the state."""
+    return p["B"] * p["T"] * p["H"] * (4 * CHUNK * p["D"] + 4 * p["D"] ** 2)
+
+
+def _delta_flops(p, writes: int = 1):
     d = p["D"]
     per_token = 4 * CHUNK * d + 4 * d * d + 2 * CHUNK * d + 4 * CHUNK * d + 2 * d * d
-    return p["B"] * p["T"] * p["H"] * (per_token + 2 * CHUNK * CHUNK / 3)
+    return writes * p["B"] * p["T"] * p["H"] * (per_token + 2 * CHUNK * CHUNK / 3)
+
+
+def _dplr_flops(p):
+    """As the delta rule's, with two more pairs of scores and twice the rows written."""
+    per_token = 18 * CHUNK * p["D"] + 8 * p["D"] ** 2 + 2 * CHUNK * CHUNK / 3
+    return p["B"] * p["T"] * p["H"] * per_token
 
 
 def _attention_inputs(p, dtype):
@@ -165,23 +180,72 @@ OPS = {
     "gdn": Op(
         "gated_delta_rule",
         dict(A=A, B=B, L=L, P=P, S=S, A1=A1, A8=A8),
-        _delta_inputs(gated=True, normalised=True),
+        _inputs(g=("decay", "head"), beta=("sigmoid", "head")),
         _no_options,
         _delta_flops,
     ),
     "gdn_l2": Op(
         "gated_delta_rule",
         dict(A=A),
-        _delta_inputs(gated=True, normalised=False),
+        _inputs("normal", g=("decay", "head"), beta=("sigmoid", "head")),
         lambda p: dict(use_qk_l2norm=True),
         _delta_flops,
     ),
     "deltanet": Op(
         "delta_rule",
         dict(A=A, B=B),
-        _delta_inputs(gated=False, normalised=True),
+        _inputs(beta=("sigmoid", "head")),
         _no_options,
         _delta_flops,
+    ),
+    "kda": Op(
+        "kda",
+        dict(A=A, B=B),
+        _inputs(g=("decay", "channel"), beta=("sigmoid", "head")),
+        _no_options,
+        _delta_flops,
+    ),
+    "gdn2": Op(
+        "gdn2",
+        dict(A=A),
+        _inputs(g=("decay", "channel"), b=("sigmoid", "channel"), w=("sigmoid", "channel")),
+        _no_options,
+        _delta_flops,
+    ),
+    "gdp": Op(
+        "gated_delta_product",
+        dict(A=A),
+        _inputs(writes=2, g=("decay", "head"), beta=("sigmoid", "write")),
+        lambda p: dict(num_householder=2),
+        functools.partial(_delta_flops, writes=2),
+    ),
+    "simple_gla": Op(
+        "simple_gla",
+        dict(A=A, B=B),
+        _inputs(g=("decay", "head")),
+        _no_options,
+        _linear_flops,
+    ),
+    "gla": Op(
+        "gla",
+        dict(A=A),
+        _inputs(g=("decay", "channel")),
+        _no_options,
+        _linear_flops,
+    ),
+    "dplr": Op(
+        "dplr_delta_rule",
+        dict(A=A),
+        _inputs(a=("direction", "channel"), b=("direction", "channel"), g=("decay", "channel")),
+        _no_options,
+        _dplr_flops,
+    ),
+    "iplr": Op(
+        "iplr_delta_rule",
+        dict(A=A),
+        _inputs(a=("direction", "channel"), b=("direction", "channel")),
+        _no_options,
+        _dplr_flops,
     ),
     "mamba": Op("selective_scan", dict(M1=M1), _scan_inputs, _no_options, _scan_flops),
     "mamba2": Op("ssd", dict(M2=M2), _ssd_inputs, _no_options, _ssm_flops),
@@ -291,12 +355,17 @@ def floors(op: str, p: Shape) -> tuple[float, float]:
 def _decay(x):
     """Log decays of heads whose memories last from some tokens to some hundreds."""
     memory = jnp.asarray(2.0 ** np.linspace(-6, -1, x.shape[2]), jnp.float32)
-    return jax.nn.log_sigmoid(x) * memory
+    return jax.nn.log_sigmoid(x) * memory.reshape(-1, *(1,) * (x.ndim - 3))
+
+
+def _unit(x):
+    return x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
 
 
 DRAWS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "normal": lambda x: x,
-    "unit": lambda x: x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6),
+    "unit": _unit,
+    "direction": lambda x: 0.5 * _unit(x),  # short: a low rank step must not make states grow
     "decay": _decay,
     "sigmoid": jax.nn.sigmoid,
     "step": lambda x: jax.nn.softplus(x - 4),

@@ -1,7 +1,8 @@
-"""The chunked gated delta rule against the token-by-token reference on a CPU, and its memory.
+"""Chunked recurrences against their token-by-token references on a CPU, and their memory.
 
-    python -m benchmarks.cpu            # prints two tables
-    python -m benchmarks.cpu --save     # and appends them to benchmarks/RESULTS.md
+    python -m benchmarks.cpu                    # prints two tables
+    python -m benchmarks.cpu --ops gdn,kda      # of these ops only
+    python -m benchmarks.cpu --save             # and appends them to benchmarks/RESULTS.md
 
 The reference is a plain ``lax.scan`` over tokens. Both run at B1 T4096 H4 K=V=64 in float32.
 Memory is what XLA's analysis says that forward and backward together need beside their inputs and
@@ -26,52 +27,59 @@ from tools.versions import versions
 RESULTS = Path(__file__).parent / "RESULTS.md"
 SHAPE = dict(B=1, T=4096, H=4, D=64)
 IMPLS = ("reference", "chunk")
+LENGTHS = (2048, 4096, 8192)
 
 
-def speed(rounds: int = 5) -> list[str]:
-    """Rows of the table of times; the implementations take turns, so that load meets both."""
-    inputs = cases.make_inputs("gdn", SHAPE, jnp.float32)
-    cotangent = cases.make_cotangent("gdn", SHAPE, jnp.float32)
+def speed(op: str, rounds: int = 3) -> str:
+    """A row of the table of times; the implementations take turns, so that load meets both."""
+    inputs = cases.make_inputs(op, SHAPE, jnp.float32)
+    cotangent = cases.make_cotangent(op, SHAPE, jnp.float32)
     calls = {}
     for impl in IMPLS:
-        forward, both = map(jax.jit, cases.functions("gdn", SHAPE, impl))
-        calls[impl, "forward"] = lambda f=forward: f(inputs)
-        calls[impl, "forward + backward"] = lambda f=both: f(inputs, cotangent)
+        forward, both = map(jax.jit, cases.functions(op, SHAPE, impl))
+        calls["forward", impl] = lambda f=forward: f(inputs)
+        calls["both", impl] = lambda f=both: f(inputs, cotangent)
     times = {key: [] for key in calls}
     for _ in range(rounds):
         for key, call in calls.items():
             times[key].append(median_ms(call, batches=3))
-    rows = ["| | reference ms | chunk ms | times faster |", "| --- | --- | --- | --- |"]
-    for what in ("forward", "forward + backward"):
-        slow, fast = (statistics.median(times[impl, what]) for impl in IMPLS)
-        rows.append(f"| {what} | {slow:.1f} | {fast:.1f} | {slow / fast:.1f} |")
-    return rows
+    cells = [op]
+    for what in ("forward", "both"):
+        slow, fast = (statistics.median(times[what, impl]) for impl in IMPLS)
+        cells += [f"{slow:.1f}", f"{fast:.1f}", f"{slow / fast:.1f}"]
+    return f"| {' | '.join(cells)} |"
 
 
-def memory() -> list[str]:
-    """Rows of the table of peak memory of forward and backward."""
-    rows = ["| T | reference MiB | chunk MiB |", "| --- | --- | --- |"]
-    for length in (2048, 4096, 8192):
-        found = [temporary_mib(impl, SHAPE | dict(T=length)) for impl in IMPLS]
-        rows.append(f"| {length} | " + " | ".join(f"{mib:.0f}" for mib in found) + " |")
-    return rows
+def memory(op: str) -> str:
+    """A row of the table of temporaries of forward and backward."""
+    found = [temporary_mib(op, impl, SHAPE | dict(T=t)) for t in LENGTHS for impl in IMPLS]
+    return f"| {op} | {' | '.join(f'{mib:.0f}' for mib in found)} |"
 
 
-def temporary_mib(impl: str, p: cases.Shape) -> float:
+def temporary_mib(op: str, impl: str, p: cases.Shape) -> float:
     """MiB of temporaries that forward and backward together allocate."""
-    inputs = cases.make_inputs("gdn", p, jnp.float32)
-    cotangent = cases.make_cotangent("gdn", p, jnp.float32)
-    compiled = jax.jit(cases.functions("gdn", p, impl)[1]).lower(inputs, cotangent).compile()
+    inputs = cases.make_inputs(op, p, jnp.float32)
+    cotangent = cases.make_cotangent(op, p, jnp.float32)
+    compiled = jax.jit(cases.functions(op, p, impl)[1]).lower(inputs, cotangent).compile()
     analysis = compiled.memory_analysis()
     assert analysis is not None, "this backend has no memory analysis"
     return analysis.temp_size_in_bytes / 2**20
 
 
+def table(head: list[str], rows: list[str]) -> list[str]:
+    """Lines of Markdown."""
+    return [f"| {' | '.join(head)} |", "| --- " * len(head) + "|", *rows]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ops", help="comma-separated ops; all with a matrix state if not given")
     parser.add_argument("--save", action="store_true", help="append to benchmarks/RESULTS.md")
     options = parser.parse_args()
+    names = options.ops.split(",") if options.ops else [op for op in cases.OPS if op != "attn"]
     load = os.getloadavg()[0]
+    times = ["ref fwd ms", "chunk fwd ms", "faster", "ref fwd+bwd ms", "chunk fwd+bwd ms", "faster"]
+    sizes = [f"{impl} T={t}" for t in LENGTHS for impl in IMPLS]
     lines = [
         f"## {datetime.date.today()}: `python -m benchmarks.cpu`",
         "",
@@ -79,11 +87,11 @@ def main() -> None:
         "",
         "B1 T4096 H4 K=V=64, float32:",
         "",
-        *speed(),
+        *table(["op", *times], [speed(op) for op in names]),
         "",
-        "Temporaries of forward + backward at B1 H4 K=V=64:",
+        "MiB of temporaries of forward + backward at B1 H4 K=V=64:",
         "",
-        *memory(),
+        *table(["op", *sizes], [memory(op) for op in names]),
     ]
     text = "\n".join(lines) + "\n"
     print(text)

@@ -16,7 +16,18 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jla.layers import Attention, GatedDeltaNet, Mamba, Mamba2, Mamba3, TokenMixer
+from jla.layers import (
+    KDA,
+    Attention,
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
+    Mamba,
+    Mamba2,
+    Mamba3,
+    TokenMixer,
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,9 @@ def filled_slots(cache):
 HIDDEN = 24
 
 _delta = partial(GatedDeltaNet, HIDDEN, num_heads=3, head_dim=8)
+_plain_delta = partial(DeltaNet, hidden_size=HIDDEN, num_heads=3)
+_kda = partial(KDA, HIDDEN, num_heads=3, head_dim=6)
+_product = partial(GatedDeltaProduct, HIDDEN, num_heads=3, head_dim=6)
 _attention = partial(Attention, HIDDEN)
 _mamba2 = partial(Mamba2, hidden_size=HIDDEN)
 _mamba3 = partial(Mamba3, HIDDEN)
@@ -68,6 +82,61 @@ MIXERS: dict[str, Mixer] = {
             conv_size=3,
             conv_bias=True,
             output_gate_activation="sigmoid",
+        ),
+        variant=True,
+    ),
+    "deltanet": Mixer(partial(_plain_delta, expand_v=1.5, use_gate=True)),
+    "deltanet-sum": Mixer(
+        partial(
+            _plain_delta,
+            expand_k=0.75,
+            conv_bias=True,
+            allow_neg_eigval=True,
+            qk_activation="elu",
+            qk_norm="sum",
+        ),
+        variant=True,
+    ),
+    "deltanet-plain": Mixer(
+        partial(_plain_delta, use_beta=False, use_short_conv=False, qk_activation="identity"),
+        variant=True,
+    ),
+    "kda": Mixer(partial(_kda, expand_v=1.5, num_v_heads=6)),
+    "kda-bounded": Mixer(
+        partial(
+            _kda,
+            expand_v=0.5,
+            safe_gate=True,
+            lower_bound=-5.0,
+            allow_neg_eigval=True,
+            use_short_conv=False,
+        ),
+        variant=True,
+    ),
+    "gdn2": Mixer(partial(GatedDeltaNet2, HIDDEN, num_heads=3, head_dim=6, num_v_heads=6)),
+    "gdn2-options": Mixer(
+        partial(
+            GatedDeltaNet2,
+            HIDDEN,
+            expand_v=1.5,
+            num_heads=3,
+            head_dim=6,
+            allow_neg_eigval=True,
+            conv_bias=True,
+            conv_size=3,
+        ),
+        variant=True,
+    ),
+    "deltaproduct": Mixer(partial(_product, expand_v=1.5, num_v_heads=6)),
+    "deltaproduct-plain": Mixer(
+        partial(
+            _product,
+            expand_v=0.5,
+            use_output_gate=False,
+            use_short_conv=False,
+            use_forget_gate=False,
+            allow_neg_eigval=False,
+            num_householder=3,
         ),
         variant=True,
     ),

@@ -7,7 +7,8 @@ them there, instead of a submodule that would hold them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,10 +32,13 @@ def check_heads(head_dim: int, expand_v: float, num_heads: int, num_v_heads: int
     return round(value)
 
 
-def check_mode(mode: str) -> None:
-    """Raises unless ``mode`` is one of FLA's two."""
-    if mode not in ("chunk", "fused_recurrent"):
-        raise ValueError(f"mode must be 'chunk' or 'fused_recurrent', got {mode!r}")
+def check_choice(name: str, given: str, accepted: Iterable[str]) -> None:
+    """Raises unless ``given`` is one of the ``accepted``."""
+    if given not in accepted:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, accepted))}, got {given!r}")
+
+
+check_mode = partial(check_choice, "mode", accepted=("chunk", "fused_recurrent"))
 
 
 def add_qkv(

@@ -4,11 +4,18 @@ from jla.models.auto import MODELS, AutoModelForCausalLM
 from jla.models.causal_lm import CausalLM, CausalLMOutput
 from jla.models.config import Config, HybridConfig
 from jla.models.decoder import Decoder
+from jla.models.delta_net import DeltaNetConfig, DeltaNetForCausalLM, DeltaNetModel
 from jla.models.gated_deltanet import (
     GatedDeltaNetConfig,
     GatedDeltaNetForCausalLM,
     GatedDeltaNetModel,
 )
+from jla.models.gated_deltaproduct import (
+    GatedDeltaProductConfig,
+    GatedDeltaProductForCausalLM,
+    GatedDeltaProductModel,
+)
+from jla.models.kda import KDAConfig, KDAForCausalLM, KDAModel
 from jla.models.mamba import MambaConfig, MambaForCausalLM, MambaModel
 from jla.models.mamba2 import Mamba2Config, Mamba2ForCausalLM, Mamba2Model
 from jla.models.mamba3 import Mamba3Config, Mamba3ForCausalLM, Mamba3Model
@@ -22,10 +29,19 @@ __all__ = [
     "CausalLMOutput",
     "Config",
     "Decoder",
+    "DeltaNetConfig",
+    "DeltaNetForCausalLM",
+    "DeltaNetModel",
     "GatedDeltaNetConfig",
     "GatedDeltaNetForCausalLM",
     "GatedDeltaNetModel",
+    "GatedDeltaProductConfig",
+    "GatedDeltaProductForCausalLM",
+    "GatedDeltaProductModel",
     "HybridConfig",
+    "KDAConfig",
+    "KDAForCausalLM",
+    "KDAModel",
     "Mamba2Config",
     "Mamba2ForCausalLM",
     "Mamba2Model",

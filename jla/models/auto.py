@@ -8,7 +8,10 @@ from flax import nnx
 
 from jla.models.causal_lm import CausalLM
 from jla.models.config import Config
+from jla.models.delta_net import DeltaNetForCausalLM
 from jla.models.gated_deltanet import GatedDeltaNetForCausalLM
+from jla.models.gated_deltaproduct import GatedDeltaProductForCausalLM
+from jla.models.kda import KDAForCausalLM
 from jla.models.mamba import MambaForCausalLM
 from jla.models.mamba2 import Mamba2ForCausalLM
 from jla.models.mamba3 import Mamba3ForCausalLM
@@ -16,7 +19,10 @@ from jla.models.samba import SambaForCausalLM
 from jla.models.transformer import TransformerForCausalLM
 
 MODELS: dict[str, type[CausalLM]] = {
+    "delta_net": DeltaNetForCausalLM,
     "gated_deltanet": GatedDeltaNetForCausalLM,
+    "gated_deltaproduct": GatedDeltaProductForCausalLM,
+    "kda": KDAForCausalLM,
     "mamba": MambaForCausalLM,
     "mamba2": Mamba2ForCausalLM,
     "mamba3": Mamba3ForCausalLM,

@@ -8,6 +8,7 @@ import os
 import sys
 import types
 import typing
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 with contextlib.ExitStack() as _quiet:
@@ -127,6 +128,15 @@ def _fits(value, hint) -> bool:
 
 def _spell(hint) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("NoneType", "None")
+
+
+def choice_problems(config: Config, choices: Mapping[str, Iterable[str]]) -> list[str]:
+    """A phrase for every field of ``choices`` whose value is not among those accepted."""
+    return [
+        f"{name} must be one of {sorted(accepted)}, got {getattr(config, name)!r}"
+        for name, accepted in choices.items()
+        if getattr(config, name) not in accepted
+    ]
 
 
 def normalise_attention(attn: AttentionPlan, num_hidden_layers: int) -> AttentionPlan:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from jla.layers import GatedDeltaNet
 from jla.models.causal_lm import CausalLM
-from jla.models.config import HybridConfig
+from jla.models.config import HybridConfig, choice_problems
 from jla.models.decoder import Decoder
 from jla.ops.norm import GATES
 
@@ -30,13 +30,7 @@ class GatedDeltaNetConfig(HybridConfig):
     output_gate_activation: str = "swish"
 
     def problems(self) -> list[str]:
-        found = super().problems()
-        if self.output_gate_activation not in GATES:
-            allowed = f"one of {sorted(GATES)}"
-            found.append(
-                f"output_gate_activation must be {allowed}, got {self.output_gate_activation!r}"
-            )
-        return found
+        return super().problems() + choice_problems(self, {"output_gate_activation": GATES})
 
 
 def gated_deltanet_mixer(config: GatedDeltaNetConfig, layer_idx: int, **options) -> GatedDeltaNet:

@@ -9,7 +9,7 @@ from jla.ops.gated_sum import hgrn
 from jla.ops.kinds import explain, linear_attention
 from jla.ops.linear import gla, rwkv6, simple_gla
 from jla.ops.loss import cross_entropy, l2_warp, shift_labels
-from jla.ops.norm import l2_norm, rms_norm
+from jla.ops.norm import l1_norm, l2_norm, rms_norm
 from jla.ops.recurrence import Options
 from jla.ops.rotary import rotate
 from jla.ops.segments import cu_seqlens_from_segment_ids, segment_ids_from_cu_seqlens
@@ -38,6 +38,7 @@ __all__ = [
     "hgrn",
     "iplr_delta_rule",
     "kda",
+    "l1_norm",
     "l2_norm",
     "l2_warp",
     "lightning_attention",

@@ -22,6 +22,13 @@ def l2_norm(x: jax.Array, eps: float = 1e-6) -> jax.Array:
     return (wide * lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
+def l1_norm(x: jax.Array, eps: float = 1e-6) -> jax.Array:
+    """``x / max(sum(|x|), eps)`` over the last axis, in x's dtype."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    size = jnp.sum(jnp.abs(wide), axis=-1, keepdims=True)
+    return (wide / jnp.maximum(size, eps)).astype(x.dtype)
+
+
 def rms_norm(
     x: jax.Array,
     scale: jax.Array | None = None,

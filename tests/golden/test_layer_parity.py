@@ -94,10 +94,11 @@ def test_saves_the_tensors_it_loaded(row):
         assert (ours[name].dtype, ours[name].tobytes()) == (tensor.dtype, tensor.tobytes()), name
 
 
-def test_gated_deltanet_cache_is_fla_s_transposed():
-    """S25: FLA keeps the state as [B, H, V, K], we as [B, H, K, V]; FLA's windows hold W inputs, of
-    which the oldest is never read, ours the W - 1 others."""
-    case = golden.load_case("layer", "GatedDeltaNet")
+@pytest.mark.parametrize("name", ["GatedDeltaNet", "KimiDeltaAttention"])
+def test_the_cache_is_fla_s_transposed(name):
+    """S25: FLA keeps these states as [B, H, V, K], we as [B, H, K, V]; FLA's windows hold W inputs,
+    of which the oldest is never read, ours the W - 1 others."""
+    case = golden.load_case("layer", name)
     cache = prefilled(case.folder)[1]
     state = np.swapaxes(np.asarray(cache["recurrent_state"]), -1, -2)
     largest = np.max(np.abs(case.recorded["cache.recurrent_state"]))

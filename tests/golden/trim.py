@@ -29,13 +29,20 @@ HERE = Path(__file__).parent
 SERIALISED = "serialised_default_config_json"
 ARCHIVES = {"model": "fla-models.tar.xz", "layer": "fla-layers.tar.xz"}
 PATTERNS = [
+    "model/delta_net__*",
     "model/gated_deltanet__*",
+    "model/gated_deltaproduct__*",
+    "model/kda__*",
     "model/transformer__*",
+    "layer/DeltaNet",
+    "layer/GatedDeltaNet",
+    "layer/GatedDeltaNet2",
+    "layer/GatedDeltaProduct",
+    "layer/KimiDeltaAttention",
     "model/mamba__*",
     "model/mamba2__*",
     "model/mamba3__*",
     "model/samba__*",
-    "layer/GatedDeltaNet",
     "layer/Mamba",
     "layer/Mamba2",
     "layer/Mamba3",

@@ -1,5 +1,7 @@
 """Mixers name the argument, what was given and what is accepted; nothing is half done."""
 
+import functools
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from cases import HIDDEN, rows
 from flax import nnx
 from helpers import random
 
-from jla.layers import Attention, GatedDeltaNet
+from jla.layers import KDA, Attention, DeltaNet, GatedDeltaNet, GatedDeltaProduct
 
 B, T = 3, 5
 
@@ -54,6 +56,11 @@ def test_a_bad_call_is_named(row):
         mixer(x, segment_ids=np.ones((B, T), np.float32))
 
 
+@functools.cache
+def new_caches():
+    return {name: row.build(rngs=nnx.Rngs(0)).new_cache(B, 8) for name, row in cases.MIXERS.items()}
+
+
 @rows("bad calls")
 def test_a_cache_of_another_mixer_or_batch_is_named(row):
     mixer = cases.build(row)
@@ -66,8 +73,7 @@ def test_a_cache_of_another_mixer_or_batch_is_named(row):
         mixer(x, cache={**cache, "more": jnp.zeros(B)})
     with pytest.raises(ValueError, match="cache does not belong to .*its entries are tuple"):
         mixer(x, cache=(cache,))
-    for name, other in cases.MIXERS.items():
-        stranger = other.build(rngs=nnx.Rngs(0)).new_cache(B, 8)
+    for name, stranger in new_caches().items():
         same = jax.tree.map(jnp.shape, stranger) == jax.tree.map(jnp.shape, cache)
         growing = name.startswith("attention") and row.startswith("attention")
         if same or growing:
@@ -109,6 +115,22 @@ CONSTRUCTORS = {
         r"activation must be one of \['sigmoid', 'silu', 'swish'\], got 'relu'",
     ),
     "taps": (GatedDeltaNet, dict(conv_size=0), "kernel_size must be at least 1, got 0"),
+    "key width": (
+        DeltaNet,
+        dict(expand_k=0.3),
+        r"expand_k=0.3 times hidden_size=24 must be a multiple of num_heads=4, got 7\.",
+    ),
+    "value width": (DeltaNet, dict(num_heads=5), "expand_k=1.0 times .*=24 must .* num_heads=5"),
+    "qk activation": (DeltaNet, dict(qk_activation="gelu"), "qk_activation must be .*, got 'gelu'"),
+    "qk norm": (DeltaNet, dict(qk_norm="l1"), "qk_norm must be 'l2' or 'sum', got 'l1'"),
+    "no bound": (
+        KDA,
+        dict(safe_gate=True),
+        "safe_gate=True needs a lower_bound in .* got None",
+    ),
+    "unsafe bound": (KDA, dict(safe_gate=True, lower_bound=-6), "safe_gate=True needs .* got -6"),
+    "positive bound": (KDA, dict(lower_bound=1), "lower_bound must be below 0 .* got 1"),
+    "writes": (GatedDeltaProduct, dict(num_householder=0), "num_householder must be at least 1"),
     "hidden size": (
         Attention,
         dict(hidden_size=25, num_heads=3),

@@ -12,7 +12,10 @@ import jla.layers
 from jla.models import (
     MODELS,
     AutoModelForCausalLM,
+    DeltaNetConfig,
     GatedDeltaNetConfig,
+    GatedDeltaProductConfig,
+    KDAConfig,
     Mamba2Config,
     Mamba3Config,
     MambaConfig,
@@ -106,6 +109,27 @@ def test_all_problems_come_at_once():
     for name in ("hidden_size", "vocab_size", "output_gate_activation"):
         assert name in str(error.value)
     assert "['sigmoid', 'silu', 'swish']" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields", "message"),
+    [
+        (DeltaNetConfig, dict(qk_norm="l1"), r"qk_norm must be one of \['l2', 'sum'\], got 'l1'"),
+        (DeltaNetConfig, dict(qk_activation="gelu"), "qk_activation must be one of .* got 'gelu'"),
+        (KDAConfig, dict(safe_gate=True), "safe_gate=True needs a lower_bound .* got None"),
+        (KDAConfig, dict(lower_bound=0.5), "lower_bound must be below 0 .* got 0.5"),
+        (GatedDeltaProductConfig, dict(num_householder=0), "num_householder must be .* got 0"),
+    ],
+)
+def test_impossible_values_of_a_family(cls, fields, message):
+    with pytest.raises(ValueError, match=message):
+        cls(**fields)
+
+
+def test_a_field_that_fla_s_config_lacks_is_written_only_where_given():
+    assert "fuse_linear_cross_entropy" not in KDAConfig().to_json_string(use_diff=False)
+    given = KDAConfig(fuse_linear_cross_entropy=True, fuse_cross_entropy=False)
+    assert json.loads(given.to_json_string())["fuse_linear_cross_entropy"] is True
 
 
 def test_values_that_exclude_each_other():
