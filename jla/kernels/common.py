@@ -13,6 +13,7 @@ from jax import lax
 
 F32 = jnp.float32
 LOG2E = math.log2(math.e)
+HEAD_DIMS = (64, 128)
 SMS = 132  # streaming multiprocessors of an H100 or H200 SXM: blocks of a persistent kernel
 
 WGMMA = plgpu.Layout.WGMMA
@@ -20,8 +21,25 @@ ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLS = plgpu.Layout.WGMMA.reduce(0)
 
 
+def lengthen(x, multiple):
+    """``x [B, T, ...]`` with zeros up to a multiple of tokens (8: the rows of a TMA tile)."""
+    extra = -x.shape[1] % multiple
+    return jnp.pad(x, [(0, 0), (0, extra)] + [(0, 0)] * (x.ndim - 2)) if extra else x
+
+
+def widen(x, axis=-1):
+    """``x`` with zeros up to the next head size that the kernels have."""
+    size = x.shape[axis]
+    extra = min(d for d in HEAD_DIMS if d >= size) - size
+    if not extra:
+        return x
+    pads = [(0, 0)] * x.ndim
+    pads[axis] = (0, extra)
+    return jnp.pad(x, pads)
+
+
 def smem(shape, dtype):
-    """Shared-memory tile(s) of a 16-bit dtype, tiled and swizzled for TMA and wgmma."""
+    """Shared-memory tile(s), tiled and swizzled for TMA and (16-bit dtypes) wgmma."""
     bits = jnp.dtype(dtype).itemsize * 8
     swizzle = plgpu.find_swizzle(shape[-1] * bits)
     tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))
@@ -145,6 +163,18 @@ def accumulate(init, *pairs, meanwhile=None):
         return lax.optimization_barrier(acc[...])
 
     return pl.run_scoped(scope, plgpu.ACC(init.shape, F32))
+
+
+def product_sum(pairs, shape, meanwhile):
+    """(sum of a @ b over pairs, value of ``meanwhile``, run between issue and wait)."""
+
+    def scope(acc):
+        for a, b in pairs:
+            plgpu.wgmma(acc, a, b)
+        extra = meanwhile()
+        return lax.optimization_barrier(acc[...]), extra
+
+    return pl.run_scoped(scope, plgpu.ACC(shape, F32))
 
 
 def accumulate_columns(init, a, parts):

@@ -21,9 +21,11 @@ from jla.kernels import common as cm
 from jla.kernels.gated_delta_rule_forward import (
     BETA,
     BETA_GAMMA,
-    G_COPY,
+    G_FROM,
     GAMMA_Q,
     GQ,
+    ROWS,
+    RUN,
     TO_END,
     TOTAL,
     C,
@@ -35,17 +37,17 @@ from jla.kernels.gated_delta_rule_forward import (
 Q_DQ, READ, K_DK, D_BETA, WRITE, STATE = range(6)
 
 
-def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, last=None):
+def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, reaching=None, save=True):
     """The reverse chain over chunks; the mirror of ``gated_delta_rule_forward.outputs``.
 
     Args: q, k [B, T, Hq, K]; do [B, T, H, V]; inverses; tables;
-      d_final [B * pieces, H, V, K] float32 gradients of the states leaving each piece;
-      last: int32 [B, pieces, H] or None, the chunk of a piece to begin with, for a pass that
-      only wants the gradients at the pieces' starts.
-    Returns: gradients of the states entering each piece [B * pieces, H, V, K] float32 and, without
-      ``last``, of the states leaving each chunk [B, H, N, V, K] and dX [B, T, H, V], 16-bit.
+      d_final [B * pieces, H, V, K] float32 gradients of the states leaving each piece, None for
+      zeros; reaching: int32 [B, H, pieces] or None, how many chunks of a piece matter.
+    Returns: gradients of the states entering each piece [B * pieces, H, V, K] float32 (without
+      ``save`` those of the first piece are not computed) and, with
+      ``save``, of the states leaving each chunk [B, H, N, V, K] and dX [B, T, H, V], 16-bit.
     """
-    save = last is None
+    extra = [x for x in (d_final, reaching) if x is not None]
     batch, length, _, key_dim = q.shape
     heads, value_dim = do.shape[2:]
     dtype = q.dtype
@@ -55,14 +57,18 @@ def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, last=None)
     stages = 3
     tile = (C, C)
 
-    def body(q_ref, k_ref, do_ref, t_ref, table_ref, final_ref, *refs, q_s, k_s, do_s, t_s,
+    def body(q_ref, k_ref, do_ref, t_ref, table_ref, *refs, q_s, k_s, do_s, t_s,
              table_s, p_s, ds_s, place_s, full, free, p_ready, p_free, done):  # fmt: skip
-        last_ref = None if save else refs[0]
-        start_ref, *saved = refs if save else refs[1:]
+        refs = list(refs)
+        final_ref = None if d_final is None else refs.pop(0)
+        reaching_ref = None if reaching is None else refs.pop(0)
+        start_ref, *saved = refs
         bp, h, wg = lax.axis_index("b"), lax.axis_index("h"), lax.axis_index("wg")
         b, piece = lax.div(bp, pieces), lax.rem(bp, pieces)
         hq = lax.div(h, group)
-        count = steps if save else last_ref[b, piece, h] + 1
+        count = jnp.int32(steps) if reaching is None else reaching_ref[b, h, piece]
+        if not save:  # maps: the first piece's leads to no other
+            count = jnp.where(piece == 0, 0, count)
 
         def chunk(m):  # the m-th step works on this chunk
             return piece * steps + count - 1 - m
@@ -133,7 +139,9 @@ def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, last=None)
                     plgpu.barrier_arrive(free.at[slot])
                 return state
 
-            state = plgpu.load(final_ref.at[bp, h, cols], layout=cm.WGMMA, optimized=False)
+            state = cm.zeros((C, key_dim))
+            if d_final is not None:
+                state = plgpu.load(final_ref.at[bp, h, cols], layout=cm.WGMMA, optimized=False)
             state = lax.fori_loop(0, count, step, state)
             if save:
                 release_previous(count)
@@ -153,7 +161,7 @@ def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, last=None)
                 plgpu.barrier_wait(full.at[slot])
                 p = cm.product(q_s.at[slot], k_s.at[slot].T, tile)
                 p = p * cm.causal_decay(
-                    cm.load_row(table.at[GQ]), cm.load_col(table.at[G]), place_s, strict=False
+                    cm.load_row(table.at[GQ]), cm.load_col(table.at[G_FROM]), place_s, strict=False
                 )
 
                 @pl.when(m >= 2)
@@ -208,7 +216,7 @@ def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, last=None)
             k_s=cm.smem((stages, C, key_dim), dtype),
             do_s=cm.smem((stages * states, C, C), dtype),  # do, then dX
             t_s=cm.smem((stages, C, C), dtype),
-            table_s=plgpu.SMEM((stages, 8, C), cm.F32),
+            table_s=plgpu.SMEM((stages, ROWS, C), cm.F32),
             p_s=cm.smem((2, C, C), dtype),
             ds_s=cm.smem((value_dim, key_dim), dtype),
             place_s=plgpu.SMEM((2, C), cm.F32),
@@ -221,10 +229,10 @@ def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, last=None)
         grid=(batch * pieces, heads),
         grid_names=("b", "h"),
         warpgroups=states + 2,
-    )(q, k, do, inverses, tables, d_final, *([] if save else [last]))
+    )(q, k, do, inverses, tables, *extra)
 
 
-def token_gradients(q, k, v, do, states, u, d_states, dx, tables):
+def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=None):
     """dq, dk, dv and the row sums behind dg and dbeta; chunks independent, persistent blocks.
 
     A block walks chunks (heads fastest). The value columns come in tiles of 64 through a ring of
@@ -233,7 +241,8 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables):
     keys (dk), loader.
 
     Args: q, k [B, T, Hq, K]; v, do, u, dx [B, T, H, V]; states (entering) and d_states (leaving)
-      [B, H, N, V, K] 16-bit; tables.
+      [B, H, N, V, K] 16-bit; tables; normalised: None, or the scale of the outputs where the
+      tables hold inverse norms of q and k: then the parts along q and k leave the gradients.
     Returns: dq, dk [B, T, H, K] (per value head), dv [B, T, H, V], sums float32 [B, H, N, 6, 64].
     """
     batch, length, _, key_dim = q.shape
@@ -265,6 +274,14 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables):
         def put(m, row, vector):
             b, n, h = place(m)
             sum_ref.at[b, h, n, row][...] = vector
+
+        def replace(tile, gradient, share):
+            """Writes gradient - share * tile over the tile, in parts that fit in registers."""
+            for c in range(key_dim // C):
+                part, cols = tile.at[:, pl.ds(c * C, C)], slice(c * C, (c + 1) * C)
+                along = cm.load_tile(part) * cm.per_row(share, sq)
+                part[...] = (gradient[:, cols] - along).astype(dtype)
+                plgpu.commit_smem()
 
         def release_previous(m):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -303,7 +320,10 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables):
 
                 put(m, WRITE, write * cm.load_row(table.at[TO_END]))
                 dp = dp * cm.causal_decay(
-                    cm.load_row(table.at[GQ]), cm.load_col(table.at[G]), place_s.at[0], strict=False
+                    cm.load_row(table.at[GQ]),
+                    cm.load_col(table.at[G_FROM]),
+                    place_s.at[0],
+                    strict=False,
                 )
                 dp = dp.astype(dtype)
                 dp_s[...] = dp
@@ -312,9 +332,15 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables):
                 dq = dq * cm.per_row(cm.load_row(table.at[GAMMA_Q]), (C, key_dim))
                 dq = cm.accumulate(dq, (dp, k_t))
                 plgpu.barrier_arrive(k_done.at[slot])
-                put(m, Q_DQ, jnp.sum(dq * cm.load_tile(q_t), axis=1))
+                along = jnp.sum(dq * cm.load_tile(q_t), axis=1)
+                put(m, Q_DQ, along)
                 plgpu.barrier_wait(d_free)  # the keys warpgroup has read q
-                q_t[...] = dq.astype(dtype)
+                if normalised is not None:
+                    from_start = cm.load_row(table.at[G]) + cm.load_row(table.at[G_FROM])
+                    square = jnp.exp2(2.0 * cm.load_row(table.at[GQ]) - from_start)
+                    replace(q_t, dq, along * square * (normalised**-2))
+                else:
+                    q_t[...] = dq.astype(dtype)
                 plgpu.commit_smem()
                 b, n, h = place(m)
                 plgpu.copy_smem_to_gmem(q_t, dq_ref.at[b, pl.ds(n * C, C), h])
@@ -355,7 +381,7 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables):
                 seen = seen * gamma
                 da = da * cm.causal_decay(
                     cm.load_row(table.at[G]),
-                    cm.load_col(table.at[G_COPY]),
+                    cm.load_col(table.at[G_FROM]),
                     place_s.at[1],
                     strict=True,
                 )
@@ -409,10 +435,15 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables):
                 plgpu.barrier_wait(da_ready)
                 dk = cm.accumulate(dk, (dp_s.T, q_t), (da_s, k_t), (da_s.T, k_t))
                 plgpu.barrier_arrive(d_free)
-                put(m, K_DK, jnp.sum(dk * cm.load_tile(k_t), axis=1))
+                along = jnp.sum(dk * cm.load_tile(k_t), axis=1)
+                put(m, K_DK, along)
                 plgpu.barrier_wait(k_done.at[slot])
                 plgpu.commit_smem()  # every warp of this group has finished its products with k
-                k_t[...] = dk.astype(dtype)
+                if normalised is not None:
+                    square = jnp.exp2(cm.load_row(table.at[G]) - cm.load_row(table.at[G_FROM]))
+                    replace(k_t, dk, along * square)
+                else:
+                    k_t[...] = dk.astype(dtype)
                 plgpu.commit_smem()
                 b, n, h = place(m)
                 plgpu.copy_smem_to_gmem(k_t, dk_ref.at[b, pl.ds(n * C, C), h])
@@ -473,7 +504,7 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables):
         scratch=dict(
             q_s=tile_ring(C, key_dim),  # q, then dq
             k_s=tile_ring(C, key_dim),  # k, then dk
-            table_s=plgpu.SMEM((2, 8, C), cm.F32),
+            table_s=plgpu.SMEM((2, ROWS, C), cm.F32),
             v_s=tile_ring(C, C),
             do_s=tile_ring(C, C),
             u_s=tile_ring(C, C),
@@ -498,3 +529,71 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables):
         grid_names=("block",),
         warpgroups=4,
     )(q, k, v, do, states, u, d_states, dx, tables)
+
+
+def gate_gradients(sums, tables):
+    """dg float32 [B, H, N, 64] from the sums of ``token_gradients``.
+
+    A token's gate scales everything that later tokens of its chunk read from earlier ones, so dg
+    is a sum over later tokens. Nothing crosses a reset, where the sum starts anew: the terms
+    would cancel there, but only up to their rounding.
+    """
+    batch, heads, chunks = tables.shape[:3]
+    items = batch * heads * chunks
+    blocks = min(cm.SMS * 2, -(-items // 4))
+    sq = (C, C)
+
+    def body(sum_ref, table_ref, dg_ref, sum_s, table_s, place_s, bar, ready, done):
+        wg = lax.axis_index("wg")
+        worker = lax.axis_index("block") * 4 + wg
+        count = item_count(items, blocks * 4, worker)
+        sums, table, bar = sum_s.at[wg], table_s.at[wg], bar.at[wg]
+
+        @pl.when(wg == 0)
+        def _():
+            cm.write_positions(place_s)
+
+        cm.meet(ready)
+
+        @pl.loop(0, count)
+        def _(m):
+            item = worker + m * (blocks * 4)
+            h, n = lax.rem(item, heads), lax.rem(lax.div(item, heads), chunks)
+            b = lax.div(item, heads * chunks)
+            plgpu.copy_gmem_to_smem(sum_ref.at[b, h, n], sums, bar)
+            plgpu.copy_gmem_to_smem(table_ref.at[b, h, n], table, bar)
+            plgpu.barrier_wait(bar)
+            run_row = cm.per_row(cm.load_row(table.at[RUN]), sq)
+            plgpu.commit_smem()  # else the two views of RUN would become one load
+            run_col = cm.per_col(cm.load_col(table.at[RUN]), sq)
+            q_dq, read, k_dk, write, state = (
+                cm.load_col(sums.at[row]) for row in (Q_DQ, READ, K_DK, WRITE, STATE)
+            )
+            later = cm.per_row(cm.load_row(place_s.at[0]), sq) <= cm.per_col(
+                cm.load_col(place_s.at[1]), sq
+            )
+            change = cm.per_col(q_dq + 2.0 * read - k_dk, sq)  # reads minus writes
+            total = jnp.where(later & (run_row == run_col), change, 0.0)
+            end = cm.per_col(write + state * table_s[wg, TOTAL, 0], sq)
+            total = total + jnp.where(run_row == table_s[wg, RUN, C - 1], end, 0.0)
+            dg_ref.at[b, h, n][...] = jnp.sum(total, axis=1)
+            plgpu.commit_smem()
+
+        cm.meet(done)
+
+    return cm.kernel(
+        body,
+        name="gdr_gate_gradients",
+        out_type=jax.ShapeDtypeStruct((batch, heads, chunks, C), cm.F32),
+        scratch=dict(
+            sum_s=plgpu.SMEM((4, 6, C), cm.F32),
+            table_s=plgpu.SMEM((4, ROWS, C), cm.F32),
+            place_s=plgpu.SMEM((2, C), cm.F32),
+            bar=plgpu.Barrier(num_arrivals=2, num_barriers=4),
+            ready=plgpu.Barrier(num_arrivals=4),
+            done=plgpu.Barrier(num_arrivals=4),
+        ),
+        grid=(blocks,),
+        grid_names=("block",),
+        warpgroups=4,
+    )(sums, tables)

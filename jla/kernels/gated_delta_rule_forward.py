@@ -1,9 +1,13 @@
 """Forward kernels of the gated delta rule: chunk inverses, piece maps, states with outputs.
 
-Shapes: chunk C = 64 tokens, N chunks a row, ``tables`` float32 ``[B, H, N, 8, 64]`` (see
-``gated_delta_rule.gate_tables``). Serial kernels keep the state transposed, ``[V, K]`` float32 in
-registers, 64 value columns (rows of the transpose) a warpgroup.
+Shapes: chunk C = 64 tokens, N chunks a row, ``tables`` float32 ``[B, H, N, 10, 64]`` (from
+``chunk_inverses``, rows named below). Queries and keys are normalised by factors in these tables:
+a product with k_i, times r_i, is one with the normalised key. Serial kernels keep the state
+transposed, ``[V, K]`` float32 in registers, 64 value columns (rows of the transpose) a warpgroup.
 """
+
+import math
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -14,8 +18,16 @@ from jax import lax
 from jla.kernels import common as cm
 
 C = 64
-# Rows of a gate table.
-G, GQ, BETA, BETA_GAMMA, TO_END, GAMMA_Q, TOTAL, G_COPY = range(8)
+# Rows of a gate table. With r the inverse norm of a key (1 where keys are taken as they are):
+# decay from the chunk's start times r, the same for reading (output scale, the query's inverse
+# norm and padding in it), beta, beta r exp(G), decay to the chunk's end times r, exp(GQ), decay of
+# the chunk, decay from the chunk's start over r, resets up to a token, and how much of a state a
+# token lets pass at most. G, GQ, the one over r and the last are log2.
+G, GQ, BETA, BETA_GAMMA, TO_END, GAMMA_Q, TOTAL, G_FROM, RUN, BOUND = range(10)
+ROWS = 10
+RESET = -111.0  # log decay whose exponential is zero in float32
+UNREAD = -1e30  # log2 of what a padding token reads
+EPS = 1e-6  # in the norms of queries and keys
 
 
 def _write_masks(mask_s):
@@ -86,25 +98,156 @@ def item_count(items, workers, worker):
     return lax.div(items - worker + workers - 1, workers)
 
 
-def chunk_inverses(k, tables):
-    """T = (I + A)^-1 per chunk, A_ij = beta_i (k_i . k_j) exp(G_i - G_j) for j < i.
+class Gates(NamedTuple):
+    """What the kernels are told about tokens, float32 with whole chunks of them and heads by 4.
 
-    Args: k [B, T, Hq, K] 16-bit; tables. Returns [B, H, N, 64, 64] in k's dtype.
+    Attributes:
+        decay: ``[B, T, H]`` natural log decay, None for none.
+        beta: ``[B, T, H]``.
+        marks: ``[B, T]``, 0 padding, 1 a token, 2 the first token of a document that is not the
+            row's first; None for tokens only.
+        q_norm: ``[B, T, Hq]`` inverse norms of the queries, None where q and k are taken as they
+            are (those of the keys fall off the products of the inverse).
+    """
+
+    decay: jax.Array | None
+    beta: jax.Array
+    marks: jax.Array | None = None
+    q_norm: jax.Array | None = None
+
+
+GATE_HEADS = 8  # heads whose gates one copy brings: 32 bytes a token
+
+
+def _gate_head(name, h, group):
+    return lax.div(h, group) if name == "q_norm" else h
+
+
+def _fetch_gates(refs: Gates, to: Gates, bar, b, n, h, group):
+    """Starts the copies of a chunk's gates, of the heads around h."""
+    rows = pl.ds(n * C, C)
+    for name, ref, target in zip(Gates._fields, refs, to, strict=True):
+        if ref is None:
+            continue
+        if name == "marks":
+            source = ref.at[b, rows]
+        else:
+            first = lax.div(_gate_head(name, h, group), GATE_HEADS) * GATE_HEADS
+            source = ref.at[b, rows, pl.ds(first, GATE_HEADS)]
+        plgpu.copy_gmem_to_smem(source, target, bar)
+
+
+def _load_gates(refs: Gates, h, group) -> Gates:
+    """The gates of head h that came, one value a row."""
+
+    def load(name, ref):
+        if ref is None:
+            return None
+        if name == "marks":
+            return cm.load_row(ref)
+        near = plgpu.load(ref, layout=cm.WGMMA, optimized=False)
+        own = cm.iota(near.shape, 1) == lax.rem(_gate_head(name, h, group), GATE_HEADS)
+        return jnp.sum(jnp.where(own, near, 0.0), axis=1)
+
+    return Gates(*map(load, Gates._fields, refs))
+
+
+class _Token(NamedTuple):
+    """A chunk's gates with the masks applied, one value a row; log2."""
+
+    step: jax.Array
+    beta: jax.Array
+    reads: jax.Array
+
+
+def _apply_marks(gates: Gates, scale) -> _Token:
+    beta = gates.beta
+    step = 0.0 * beta if gates.decay is None else gates.decay
+    step = jnp.maximum(step, RESET) * cm.LOG2E
+    reads = 0.0 * beta + math.log2(scale)
+    if gates.q_norm is not None:
+        reads = reads + jnp.log2(gates.q_norm)
+    if gates.marks is not None:
+        mark = gates.marks
+        step = jnp.where(mark == 1.0, step, jnp.where(mark == 0.0, 0.0, RESET * cm.LOG2E))
+        beta = jnp.where(mark == 0.0, 0.0, beta)
+        reads = jnp.where(mark == 0.0, UNREAD, reads)
+    return _Token(step, beta, reads)
+
+
+def _write_table(table_s, token: _Token, k_norm, sums_s, place_s):
+    """Fills a chunk's gate table; returns G as one value a row.
+
+    ``sums_s`` keeps by the way: the steps, their sums, and the inverse norms of the keys.
+    """
+    sums_s.at[0][...] = token.step
+    plgpu.commit_smem()
+    shape = (C, C)
+    keep = cm.per_row(cm.load_row(place_s.at[0]), shape) >= cm.per_col(
+        cm.load_col(place_s.at[1]), shape
+    )
+    step = cm.per_col(cm.load_col(sums_s.at[0]), shape)
+    total = jnp.sum(jnp.where(keep, step, 0.0), axis=1)
+    cleared = step < 0.97 * RESET * cm.LOG2E
+    run = jnp.sum(jnp.where(keep & cleared, 1.0, 0.0), axis=1)
+    sums_s.at[1][...] = total
+    if k_norm is not None:
+        sums_s.at[2][...] = k_norm
+    plgpu.commit_smem()
+    last = sums_s[1, C - 1]
+    reads = total + token.reads
+    norm, log_norm = (1.0, 0.0) if k_norm is None else (k_norm, jnp.log2(k_norm))
+    rows = {
+        G: total + log_norm,
+        GQ: reads,
+        BETA: token.beta,
+        BETA_GAMMA: token.beta * norm * jnp.exp2(total),
+        TO_END: norm * jnp.exp2(last - total),
+        GAMMA_Q: jnp.exp2(reads),
+        TOTAL: jnp.exp2(last + 0.0 * total),
+        G_FROM: total - log_norm,
+        RUN: run,
+    }
+    for row, value in rows.items():
+        table_s.at[row][...] = value
+    plgpu.commit_smem()
+    return total
+
+
+def _diagonal(x, place_s):
+    """The diagonal of a tile as one value a row."""
+    i, j = cm.load_row(place_s.at[0]), cm.load_col(place_s.at[1])
+    return jnp.sum(jnp.where(cm.per_row(i, x.shape) == cm.per_col(j, x.shape), x, 0.0), axis=1)
+
+
+def chunk_inverses(k, gates: Gates, heads, *, scale, bounds):
+    """Gate tables, and T = (I + A)^-1 with A_ij = beta_i (k_i . k_j) exp(G_i - G_j) for j < i.
+
+    Args: k [B, T, Hq, K] 16-bit; gates of ``heads`` heads; scale of the outputs, positive;
+      bounds: whether the row BOUND of the tables is wanted, which costs a little.
+    Returns: T [B, H, N, 64, 64] in k's dtype, tables float32 [B, H, N, 10, 64].
     The ten dependent products of an inverse are latency, so every block (one an SM) has four
     warpgroups that walk chunks of their own; four also hold each to 128 registers.
     """
     key_dim, dtype = k.shape[-1], k.dtype
-    batch, heads, chunks = tables.shape[:3]
+    batch, length, _ = gates.beta.shape
+    chunks = length // C
     group = heads // k.shape[2]
     items = batch * heads * chunks
     blocks = min(cm.SMS, -(-items // 4))
+    given, structure = jax.tree.flatten(gates)
+    normalised = gates.q_norm is not None
 
-    def body(k_ref, table_ref, t_ref, k_s, t_s, work, table_s, mask_s, bar, ready, done):
+    def body(k_ref, *refs, k_s, t_s, gates_s, work, sums_s, table_s, mask_s, place_s, bar, ready,
+             done):  # fmt: skip
+        *gate_refs, t_ref, table_ref = refs
+        gate_refs = jax.tree.unflatten(structure, gate_refs)
         wg = lax.axis_index("wg")
         worker = lax.axis_index("block") * 4 + wg
         count = item_count(items, blocks * 4, worker)
-        k_s, t_s, table_s = (x.at[wg] for x in (k_s, t_s, table_s))
+        k_s, t_s, sums_s, table_s = (x.at[wg] for x in (k_s, t_s, sums_s, table_s))
         work = [x.at[wg] for x in work]
+        gates_s = jax.tree.unflatten(structure, [x.at[wg] for x in gates_s])
         bar = bar.at[wg]
 
         def place(m):
@@ -115,9 +258,8 @@ def chunk_inverses(k, tables):
 
         def fetch(m):
             b, n, h = place(m)
-            rows = pl.ds(n * C, C)
-            plgpu.copy_gmem_to_smem(k_ref.at[b, rows, lax.div(h, group)], k_s, bar)
-            plgpu.copy_gmem_to_smem(table_ref.at[b, h, n], table_s, bar)
+            plgpu.copy_gmem_to_smem(k_ref.at[b, pl.ds(n * C, C), lax.div(h, group)], k_s, bar)
+            _fetch_gates(gate_refs, gates_s, bar, b, n, h, group)
 
         @pl.when(count > 0)
         def _():
@@ -126,29 +268,42 @@ def chunk_inverses(k, tables):
         @pl.when(wg == 0)
         def _():
             _write_masks(mask_s)
+            cm.write_positions(place_s)
 
         cm.meet(ready)
 
         @pl.loop(0, count)
         def _(m):
+            b, n, h = place(m)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last table and inverse
             plgpu.barrier_wait(bar)
+            token = _apply_marks(_load_gates(gates_s, h, group), scale)
+            k_norm = None
+            if normalised:
+                squares = _diagonal(cm.product(k_s, k_s.T, (C, C)), place_s)
+                k_norm = lax.rsqrt(squares + EPS)
+            total = _write_table(table_s, token, k_norm, sums_s, place_s)
             # No mask here: the inverse only reads below the diagonal, but above it the
             # exponential must not overflow.
-            gap = cm.per_row(cm.load_row(table_s.at[G]), (C, C)) - cm.per_col(
-                cm.load_col(table_s.at[G_COPY]), (C, C)
-            )
-            a = jnp.exp2(jnp.minimum(gap, 0.0)) * cm.per_row(cm.load_row(table_s.at[BETA]), (C, C))
-            a = a * cm.product(k_s, k_s.T, (C, C))
+            gap = cm.per_row(total, (C, C)) - cm.per_col(cm.load_col(sums_s.at[1]), (C, C))
+            weight = token.beta if k_norm is None else token.beta * k_norm
+            a = jnp.exp2(jnp.minimum(gap, 0.0)) * cm.per_row(weight, (C, C))
+            if k_norm is not None:
+                a = a * cm.per_col(cm.load_col(sums_s.at[2]), (C, C))
+            kk = cm.product(k_s, k_s.T, (C, C))
+            if bounds:
+                squares = 1.0 if normalised else _diagonal(kk, place_s)
+                growth = jnp.maximum(jnp.abs(1.0 - token.beta * squares), 1.0)
+                table_s.at[BOUND][...] = token.step + jnp.log2(growth)
+            a = a * kk
             plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(table_s, table_ref.at[b, h, n])
 
             @pl.when(m + 1 < count)
             def _():
                 fetch(m + 1)
 
-            inverse = _unit_lower_inverse(a, mask_s, *work).astype(dtype)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _stage(t_s, inverse)
-            b, n, h = place(m)
+            _stage(t_s, _unit_lower_inverse(a, mask_s, *work).astype(dtype))
             plgpu.copy_smem_to_gmem(t_s, t_ref.at[b, h, n])
 
         plgpu.wait_smem_to_gmem(0)
@@ -157,21 +312,29 @@ def chunk_inverses(k, tables):
     return cm.kernel(
         body,
         name="gdr_inverse",
-        out_type=jax.ShapeDtypeStruct((batch, heads, chunks, C, C), dtype),
+        out_type=[
+            jax.ShapeDtypeStruct((batch, heads, chunks, C, C), dtype),
+            jax.ShapeDtypeStruct((batch, heads, chunks, ROWS, C), cm.F32),
+        ],
         scratch=dict(
             k_s=cm.smem((4, C, key_dim), dtype),
             t_s=cm.smem((4, C, C), dtype),
+            gates_s=[
+                plgpu.SMEM((4, C) if x.ndim == 2 else (4, C, GATE_HEADS), cm.F32) for x in given
+            ],
             work=[cm.smem((4, C, n), dtype) for n in (16, 16, 32, 32)],
-            table_s=plgpu.SMEM((4, 8, C), cm.F32),
+            sums_s=plgpu.SMEM((4, 3, C), cm.F32),
+            table_s=plgpu.SMEM((4, ROWS, C), cm.F32),
             mask_s=cm.smem((5, C, C), dtype),
-            bar=plgpu.Barrier(num_arrivals=2, num_barriers=4),
+            place_s=plgpu.SMEM((2, C), cm.F32),
+            bar=plgpu.Barrier(num_arrivals=1 + len(given), num_barriers=4),
             ready=plgpu.Barrier(num_arrivals=4),
             done=plgpu.Barrier(num_arrivals=4),
         ),
         grid=(blocks,),
         grid_names=("block",),
         warpgroups=4,
-    )(k, tables)
+    )(k, *given)
 
 
 def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
@@ -183,7 +346,7 @@ def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
         o = Gamma_q q S + P U,     P = (q k^T) exp(Gq_i - G_j) for j <= i.
 
     Args: q, k [B, T, Hq, K]; v [B, T, H, V]; inverses [B, H, N, 64, 64]; tables;
-      start [B * pieces, H, V, K] float32 states entering each piece.
+      start [B * pieces, H, V, K] float32 states entering each piece, None for zeros.
     Returns: o [B, T, H, V], final states [B * pieces, H, V, K] float32 and, with ``save``, the
       states entering each chunk [B, H, N, V, K] and U [B, T, H, V] in the input dtype.
     """
@@ -196,9 +359,10 @@ def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
     stages = 3
     tile = (C, C)
 
-    def body(q_ref, k_ref, v_ref, t_ref, table_ref, start_ref, *refs, q_s, k_s, v_s, t_s, table_s,
+    def body(q_ref, k_ref, v_ref, t_ref, table_ref, *refs, q_s, k_s, v_s, t_s, table_s,
              s_s, o_s, place_s, full, free, state_ready, state_free, u_ready, done):  # fmt: skip
-        o_ref, final_ref, *saved = refs
+        start_ref = None if start is None else refs[0]
+        o_ref, final_ref, *saved = refs if start is None else refs[1:]
         bp, h, wg = lax.axis_index("b"), lax.axis_index("h"), lax.axis_index("wg")
         b, first = lax.div(bp, pieces), lax.rem(bp, pieces) * steps
         hq = lax.div(h, group)
@@ -262,7 +426,9 @@ def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
                     plgpu.barrier_arrive(free.at[slot])
                 return state
 
-            state = plgpu.load(start_ref.at[bp, h, cols], layout=cm.WGMMA, optimized=False)
+            state = cm.zeros((C, key_dim))
+            if start is not None:
+                state = plgpu.load(start_ref.at[bp, h, cols], layout=cm.WGMMA, optimized=False)
             state = lax.fori_loop(0, steps, step, state)
             plgpu.barrier_wait(state_free)
             if save:
@@ -283,7 +449,10 @@ def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
 
                 def decay():
                     return cm.causal_decay(
-                        cm.load_row(table.at[GQ]), cm.load_col(table.at[G]), place_s, strict=False
+                        cm.load_row(table.at[GQ]),
+                        cm.load_col(table.at[G_FROM]),
+                        place_s,
+                        strict=False,
                     )
 
                 p, decay = cm.product(q_s.at[slot], k_s.at[slot].T, tile, decay)
@@ -350,7 +519,7 @@ def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
             k_s=cm.smem((stages, C, key_dim), dtype),
             v_s=cm.smem((stages * states, C, C), dtype),  # v, then U
             t_s=cm.smem((stages, C, C), dtype),
-            table_s=plgpu.SMEM((stages, 8, C), cm.F32),
+            table_s=plgpu.SMEM((stages, ROWS, C), cm.F32),
             s_s=cm.smem((value_dim, key_dim), dtype),
             o_s=cm.smem((C, value_dim), dtype),
             place_s=plgpu.SMEM((2, C), cm.F32),
@@ -364,4 +533,4 @@ def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
         grid=(batch * pieces, heads),
         grid_names=("b", "h"),
         warpgroups=states + 2,
-    )(q, k, v, inverses, tables, start)
+    )(q, k, v, inverses, tables, *([] if start is None else [start]))

@@ -16,20 +16,22 @@ NO_KERNEL = "no Hopper kernel is offered yet"
 
 def gated_delta_rule(q, k, v, *, scale=None, state_positions=None) -> str | None:
     """Limit of ``jla.kernels.gated_delta_rule`` for ``q, k [B, T, Hq, K]``, ``v [B, T, H, V]``."""
+    if scale is not None and not scale > 0:
+        return f"scale must be above 0 (it is folded into a log decay), got {scale}"
+    return _heads(q, k, v, state_positions) or hopper()
+
+
+def simple_gla(q, k, v, *, scale=None, state_positions=None) -> str | None:
+    """Limit of ``jla.kernels.linear_attention`` for the same shapes."""
+    return _heads(q, k, v, state_positions) or hopper()
+
+
+def _heads(q, k, v, state_positions) -> str | None:
     if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
         return f"q, k, v must all be bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}"
     if max(q.shape[3], v.shape[3]) > 128:
         return f"head sizes may be at most 128, got K={q.shape[3]} and V={v.shape[3]}"
-    if state_positions is not None:
-        return "it has no state_positions"
-    if scale is not None and not scale > 0:
-        return f"scale must be above 0 (it is folded into a log decay), got {scale}"
-    return hopper()
-
-
-def simple_gla(q, k, v, *, scale=None, state_positions=None) -> str | None:
-    """Limit of ``jla.kernels.linear_attention``, which is not offered yet."""
-    return "its Hopper kernel is not offered before all of its GPU tests have passed"
+    return None if state_positions is None else "it has no state_positions"
 
 
 def hopper() -> str | None:

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jla.kernels import common as cm
 from jla.kernels import linear_attention_kernels as kernels
 from jla.kernels.linear_attention_kernels import CHUNK, F32, LOG2E
 
@@ -67,7 +68,7 @@ def linear_attention(
     *,
     scale,
     initial_state=None,
-    segment_ids=None,
+    marks=None,
     v_scale=None,
     pieces=None,
     interpret=None,
@@ -75,14 +76,14 @@ def linear_attention(
     """Linear attention with one decay per head.
 
     Args:
-      q, k: `[B, T, Hq, K]` bfloat16 or float16, K in (64, 128).
-      v: `[B, T, H, V]` of the same dtype, H a multiple of Hq, V in (64, 128); head h reads q/k
+      q, k: `[B, T, Hq, K]` bfloat16 or float16, K at most 128 (64 or 128 without padding).
+      v: `[B, T, H, V]` of the same dtype, H a multiple of Hq, V at most 128; head h reads q/k
         head h // (H // Hq).
       g: `[B, T, H]` or `[H]` natural log decay (<= 0), or None for no decay.
       scale: Python float, factor of the output.
       initial_state: `[B, H, K, V]` or None; belongs to the row's first document.
-      segment_ids: int32 `[B, T]` or None; 0 is padding (state unchanged, output 0), a change of
-        id between neighbours that are not padding starts a document from a zero state.
+      marks: `[B, T]` float32 or None; 0 is padding (state unchanged, output 0), 2 the first token
+        of a document other than the row's first (it starts from a zero state), 1 any other token.
       v_scale: `[B, T, H]` weight of every value row (Mamba-2's dt), or None for 1.
       pieces: pieces a row is cut into; None chooses from the shapes.
       interpret: Pallas interpreter parameters, for tests.
@@ -93,7 +94,8 @@ def linear_attention(
     reason = unsupported_reason(q, k, v)
     if reason is not None:
         raise NotImplementedError(reason)
-    batch, length, heads = v.shape[:3]
+    batch, length, heads, value_dim = v.shape
+    key_dim = q.shape[3]
     if g is None:
         g = jnp.zeros((batch, length, heads), F32)
     g = jnp.broadcast_to(g.astype(F32), (batch, length, heads))
@@ -101,21 +103,16 @@ def linear_attention(
         v_scale = v_scale.astype(F32)
     if initial_state is not None:
         initial_state = initial_state.astype(F32)
-    options = _options(kernels.shapes_of(q, v), float(scale), pieces)._replace(
-        has_state=initial_state is not None, marked=segment_ids is not None, interpret=interpret
-    )
     # The copy engine wants whole tiles of 8 tokens; a token of zeros with g = 0 changes nothing.
-    tail = -length % 8
-    if tail:
-        q, k, v, g = (_pad_tokens(x, tail) for x in (q, k, v, g))
-        v_scale = None if v_scale is None else _pad_tokens(v_scale, tail)
-        segment_ids = None if segment_ids is None else _pad_tokens(segment_ids, tail)
-    o, state = _core(q, k, v, g, v_scale, initial_state, segment_ids, options)
-    return o[:, :length], state
-
-
-def _pad_tokens(x, count):
-    return jnp.pad(x, [(0, 0), (0, count)] + [(0, 0)] * (x.ndim - 2))
+    q, k, v, g = (cm.lengthen(x, 8) for x in (cm.widen(q), cm.widen(k), cm.widen(v), g))
+    v_scale, marks = (None if x is None else cm.lengthen(x, 8) for x in (v_scale, marks))
+    if initial_state is not None:
+        initial_state = cm.widen(cm.widen(initial_state), -2)
+    options = _options(kernels.shapes_of(q, v), float(scale), pieces)._replace(
+        has_state=initial_state is not None, marked=marks is not None, interpret=interpret
+    )
+    o, state = _core(q, k, v, g, v_scale, initial_state, marks, options)
+    return o[:, :length, :, :value_dim], state[..., :key_dim, :value_dim]
 
 
 def unsupported_reason(q, k, v):
@@ -124,8 +121,8 @@ def unsupported_reason(q, k, v):
         return f"q, k, v must share bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}"
     if q.shape != k.shape or q.shape[:2] != v.shape[:2] or v.shape[2] % q.shape[2]:
         return f"incompatible shapes q {q.shape}, k {k.shape}, v {v.shape}"
-    if q.shape[3] not in (64, 128) or v.shape[3] not in (64, 128):
-        return f"head sizes must be 64 or 128, got K = {q.shape[3]}, V = {v.shape[3]}"
+    if max(q.shape[3], v.shape[3]) > max(cm.HEAD_DIMS):
+        return f"head sizes may be at most 128, got K = {q.shape[3]}, V = {v.shape[3]}"
     if q.shape[1] == 0:
         return "empty sequence"
     return None
@@ -156,34 +153,6 @@ def _options(s, scale, pieces):
 # ------------------------------------------------------------------------------ gates and packing
 
 
-def _running_max(x):
-    """Largest of x `[B, T]` (int32, T a multiple of CHUNK) over the earlier tokens, -1 at first.
-
-    Two levels of masked maxima, which XLA fuses; its cumulative operations take many kernels.
-    """
-    batch, length = x.shape
-    x = x.reshape(batch, length // CHUNK, CHUNK)
-
-    def before(y):
-        n = y.shape[-1]
-        earlier = jnp.arange(n)[:, None] > jnp.arange(n)
-        return jnp.max(jnp.where(earlier, y[..., None, :], -1), axis=-1)
-
-    carried = before(jnp.max(x, axis=-1))
-    return jnp.maximum(before(x), carried[..., None]).reshape(batch, length)
-
-
-def _documents(segment_ids):
-    """(real, starts), bool `[B, T]`: not padding; first token of a document but the row's first."""
-    batch, length = segment_ids.shape
-    real = segment_ids != 0
-    at = jnp.where(real, jnp.arange(length, dtype=jnp.int32), -1)
-    at = jnp.pad(at, ((0, 0), (0, -length % CHUNK)), constant_values=-1)
-    last = _running_max(at)[:, :length]
-    previous = jnp.take_along_axis(segment_ids, jnp.maximum(last, 0), axis=1)
-    return real, real & (last >= 0) & (previous != segment_ids)
-
-
 def _chunked(x, chunks):
     """`[B, T, H]` to `[B, H, chunks, CHUNK]`, zero beyond T."""
     batch, length, heads = x.shape
@@ -196,22 +165,22 @@ def _matmul(x, matrix):
     return jnp.matmul(x, matrix, precision=lax.Precision.HIGHEST)
 
 
-def _chunk_gates(g, segment_ids):
+def _chunk_gates(g, marks):
     """The kernels' cumulated log2 decays `[B, H, chunks, CHUNK]`; g `[B, T, H]` natural log."""
     chunks = -(-g.shape[1] // CHUNK)
     logs = jnp.clip(g, CUT, 0.0)
     real = None
-    if segment_ids is not None:
-        real, starts = _documents(segment_ids)
-        logs = jnp.where(starts[..., None], CUT, jnp.where(real[..., None], logs, 0.0))
-        real = _chunked(real[..., None], chunks)
+    if marks is not None:
+        mark = marks[..., None]
+        logs = jnp.where(mark == 2, CUT, jnp.where(mark == 0, 0.0, logs))
+        real = _chunked(mark != 0, chunks)
     logs = _chunked(logs, chunks) * LOG2E
     # A float32 product with a triangle of ones: XLA's fused sums took ten times as long.
     total = _matmul(logs, np.tri(CHUNK, dtype=np.float32).T)
     return total if real is None else jnp.where(real, total, 1 - total)
 
 
-def _gate_gradients(stats, g, segment_ids):
+def _gate_gradients(stats, g, marks):
     """dg and dw `[B, T, H]` from the gradient kernel's statistics."""
     batch, length, heads = g.shape
 
@@ -228,9 +197,8 @@ def _gate_gradients(stats, g, segment_ids):
     flat = stats.reshape(*stats.shape[:3], -1)
     dg = per_token(_matmul(flat, factors.reshape(-1, CHUNK)))
     live = g > CUT
-    if segment_ids is not None:
-        real, starts = _documents(segment_ids)
-        live = live & (real & ~starts)[..., None]
+    if marks is not None:
+        live = live & (marks == 1)[..., None]
     weighted = stats.shape[3] > kernels.WEIGHT_GRAD
     return jnp.where(live, dg, 0.0), (
         per_token(stats[:, :, :, kernels.WEIGHT_GRAD]) if weighted else None
@@ -310,25 +278,25 @@ def _entering(source, gates, weights, first, s, options):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
-def _core(q, k, v, g, v_scale, initial_state, segment_ids, options):
-    return _core_fwd(q, k, v, g, v_scale, initial_state, segment_ids, options)[0]
+def _core(q, k, v, g, v_scale, initial_state, marks, options):
+    return _core_fwd(q, k, v, g, v_scale, initial_state, marks, options)[0]
 
 
-def _core_fwd(q, k, v, g, v_scale, initial_state, segment_ids, options):
+def _core_fwd(q, k, v, g, v_scale, initial_state, marks, options):
     s = kernels.shapes_of(q, v)
-    gates = _chunk_gates(g, segment_ids)
+    gates = _chunk_gates(g, marks)
     weights = None if v_scale is None else _chunked(v_scale, s.chunks)
     first = None if initial_state is None else initial_state.swapaxes(-1, -2)
     starts = _entering((k, v, False), gates, weights, first, s, options)
     o, end = kernels.forward(
         q, k, v, gates, weights, starts, **_settings(options, "scale", "per_piece", "marked")
     )
-    saved = (q, k, v, g, gates, weights, starts, segment_ids)
+    saved = (q, k, v, g, gates, weights, starts, marks)
     return (o, end.swapaxes(-1, -2)), saved
 
 
 def _core_bwd(options, saved, cotangents):
-    q, k, v, g, gates, weights, starts, segment_ids = saved
+    q, k, v, g, gates, weights, starts, marks = saved
     do, dend = cotangents
     s = kernels.shapes_of(q, v)
     do = do.astype(v.dtype)
@@ -358,7 +326,7 @@ def _core_bwd(options, saved, cotangents):
     if options.splits > 1:
         shape = (*q.shape[:3], options.splits, q.shape[3])
         dq, dk = (x.reshape(shape).sum(3).astype(q.dtype) for x in (dq, dk))
-    dg, dscale = _gate_gradients(stats, g, segment_ids)
+    dg, dscale = _gate_gradients(stats, g, marks)
     dstate = ends[1, :, 0].swapaxes(-1, -2) if options.has_state else None
     return dq, dk, dv, dg, dscale, dstate, None
 

@@ -86,7 +86,7 @@ def _hopper(q, k, v, g, beta, scale, use_qk_l2norm, **options: Unpack[Options]):
     segment_ids = options.get("segment_ids")
     if segment_ids is not None:
         segment_ids = segments.check_segment_ids(segment_ids, v.shape[:2])
-    o, state = kernel(
+    return kernel(
         q,
         k,
         v,
@@ -94,10 +94,10 @@ def _hopper(q, k, v, g, beta, scale, use_qk_l2norm, **options: Unpack[Options]):
         beta,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         initial_state=options.get("initial_state"),
-        segment_ids=segment_ids,
+        marks=None if segment_ids is None else segments.token_marks(segment_ids),
         use_qk_l2norm=use_qk_l2norm,
+        output_final_state=bool(options.get("output_final_state")),
     )
-    return o, state if options.get("output_final_state") else None
 
 
 def delta_rule(q, k, v, beta, **options):

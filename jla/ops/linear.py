@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jla.kernels import limits
+from jla.ops import segments
 from jla.ops.chunking import accumulator
 from jla.ops.decay import Decay
 from jla.ops.recurrence import Options, Parts, Recurrence, check_operands, run, scaled
@@ -54,8 +55,31 @@ def simple_gla(
             raise ValueError(f"g must be [B, T, H] or [H] with H={v.shape[2]}, got {g.shape}")
         g = jnp.zeros_like(v[..., 0], dtype) + g
     check_operands(q=q, k=k, v=v, per_head={"g": g}, initial_state=options.get("initial_state"))
+    facts = dict(scale=scale, state_positions=options.get("state_positions"))
+    if SIMPLE_GLA.choose(q, k, v, impl=options.get("impl", "auto"), **facts).impl == "mosaic":
+        return on_hopper(q, k, v, g, scale=scale, **options)
     g = jnp.zeros_like(v[..., 0], dtype) if g is None else g
     return run(SIMPLE_GLA, (scaled(q, scale), k, v), g[..., None], **options)
+
+
+def on_hopper(q, k, v, g, *, scale=None, weights=None, **options: Unpack[Options]):
+    """:func:`simple_gla` by its kernel; ``weights [B, T, H]`` are factors of the values."""
+    from jla.kernels.linear_attention import linear_attention
+
+    segment_ids = options.get("segment_ids")
+    if segment_ids is not None:
+        segment_ids = segments.check_segment_ids(segment_ids, v.shape[:2])
+    o, state = linear_attention(
+        q,
+        k,
+        v,
+        g,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        initial_state=options.get("initial_state"),
+        marks=None if segment_ids is None else segments.token_marks(segment_ids),
+        v_scale=weights,
+    )
+    return o, state if options.get("output_final_state") else None
 
 
 def gla(

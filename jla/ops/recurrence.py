@@ -98,9 +98,8 @@ class Recurrence:
         if self.limit is not None:
             refusal = self.limit(q, k, v, scale=scale, state_positions=state_positions)
         offers = {"reference": None, "chunk": None, "mosaic": refusal}
-        # A kernel runs when named, until all of its GPU tests have passed on the version here. One
-        # token is one step of the recurrence: nothing to be parallel over.
-        order = ("reference",) if q.shape[1] == 1 else ("chunk", "reference")
+        # One token is one step of the recurrence: nothing to be parallel over.
+        order = ("reference",) if q.shape[1] == 1 else ("mosaic", "chunk", "reference")
         return select(self.name, impl, offers, order)
 
 

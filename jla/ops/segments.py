@@ -79,6 +79,12 @@ def document_starts(segment_ids: jax.Array) -> jax.Array:
     return (segment_ids != 0) & (previous >= 0) & changed
 
 
+def token_marks(segment_ids: jax.Array) -> jax.Array:
+    """What kernels are told, float32 ``[B, T]``: 0 padding, 2 a document's start, 1 the rest."""
+    real = (segment_ids != 0).astype(jnp.float32)
+    return jnp.where(document_starts(segment_ids), 2.0, real)
+
+
 def document_index(segment_ids: jax.Array) -> jax.Array:
     """Running number ``[B, T]`` of the row's documents, from 0; padding carries the last one."""
     return jnp.cumsum(document_starts(segment_ids).astype(jnp.int32), axis=1)

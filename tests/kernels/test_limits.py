@@ -41,13 +41,14 @@ def test_the_gated_delta_rule_kernel_tells_what_it_lacks(hopper, args, options, 
         ops.explain("gated_delta_rule", *args, impl="mosaic", **options)
 
 
-def test_the_kernel_runs_where_it_is_named(hopper):
-    """And auto does not take it yet: that waits for all GPU tests on this version."""
+@pytest.mark.parametrize("kind", ["gated_delta_rule", "delta_rule", "simple_gla"])
+def test_auto_takes_the_kernel_where_it_can_run(hopper, kind):
     for sizes in ((64, 64), (80, 96), (128, 128)):
-        assert ops.explain("gated_delta_rule", *qkv(*sizes), impl="mosaic").impl == "mosaic"
-        assert ops.explain("gated_delta_rule", *qkv(*sizes)).impl == "chunk"
+        assert ops.explain(kind, *qkv(*sizes)).impl == "mosaic"
+    assert ops.explain(kind, *qkv(256)).impl == "chunk"
+    one_token = [jax.ShapeDtypeStruct((1, 1, *x.shape[2:]), x.dtype) for x in qkv()]
+    assert ops.explain(kind, *one_token).impl == "reference"
 
 
 def test_ops_without_a_kernel_say_so(hopper):
     assert "no Hopper kernel" in ops.explain("kda", *qkv()).refused["mosaic"]
-    assert "not offered before" in ops.explain("simple_gla", *qkv()).refused["mosaic"]

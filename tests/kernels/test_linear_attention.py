@@ -19,6 +19,7 @@ import interpret_shim  # noqa: E402
 import offline  # noqa: E402
 
 from jla.kernels.linear_attention import linear_attention  # noqa: E402
+from jla.ops import segments  # noqa: E402
 
 SCALE = 0.7
 
@@ -145,12 +146,13 @@ def results(fn, values, cotangents, **options):
 
 
 def kernel_results(case, values, ids, cotangents):
+    marks = None if ids is None else segments.token_marks(ids)
     run = jax.jit(
-        lambda values, cotangents, ids: results(
-            linear_attention, values, cotangents, segment_ids=ids, pieces=case.pieces
+        lambda values, cotangents, marks: results(
+            linear_attention, values, cotangents, marks=marks, pieces=case.pieces
         )
     )
-    return {n: np.asarray(x) for n, x in run(values, cotangents, ids).items()}
+    return {n: np.asarray(x) for n, x in run(values, cotangents, marks).items()}
 
 
 def reference_results(values, ids, cotangents):
