@@ -26,8 +26,11 @@ from jla.layers import (
     Mamba,
     Mamba2,
     Mamba3,
+    RWKV6Attention,
+    RWKV7Attention,
     TokenMixer,
 )
+from jla.layers.channel_mixing import RWKV6FeedForward, RWKV7FeedForward
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,12 @@ def filled_slots(cache):
     return {**cache, "k": jnp.where(filled, cache["k"], 0), "v": jnp.where(filled, cache["v"], 0)}
 
 
+def _without_impl(make, *args, **options):
+    """A mixer whose class takes no ``impl``."""
+    return lambda impl="auto", **settings: make(*args, **options, **settings)
+
+
+NO_IMPL = {"unknown impl": "there is no implementation to name"}
 HIDDEN = 24
 
 _delta = partial(GatedDeltaNet, HIDDEN, num_heads=3, head_dim=8)
@@ -66,6 +75,22 @@ _product = partial(GatedDeltaProduct, HIDDEN, num_heads=3, head_dim=6)
 _attention = partial(Attention, HIDDEN)
 _mamba2 = partial(Mamba2, hidden_size=HIDDEN)
 _mamba3 = partial(Mamba3, HIDDEN)
+# What a head reads after one token is a multiple of that token's value. The group norm divides the
+# size away, and with a small epsilon most digits of its gradient.
+_rwkv6 = partial(
+    RWKV6Attention, hidden_size=HIDDEN, num_heads=3, gate_low_rank_dim=5, norm_eps=1e-2
+)
+_rwkv7 = partial(
+    RWKV7Attention,
+    hidden_size=HIDDEN,
+    head_dim=8,
+    decay_low_rank_dim=4,
+    gate_low_rank_dim=5,
+    a_low_rank_dim=4,
+    v_low_rank_dim=3,
+    norm_eps=1e-3,
+    num_hidden_layers=3,
+)
 _softmax = partial(Mixer, other_impl="chunk", meaningful=filled_slots)
 
 MIXERS: dict[str, Mixer] = {
@@ -143,6 +168,20 @@ MIXERS: dict[str, Mixer] = {
     "attention": _softmax(partial(_attention, num_heads=6, num_kv_heads=3, qkv_bias=True)),
     "attention-window": _softmax(
         partial(_attention, num_heads=3, num_kv_heads=1, window_size=4, qk_norm=True)
+    ),
+    "rwkv6": Mixer(partial(_rwkv6, expand_k=0.5, proj_low_rank_dim=4)),
+    "rwkv6-options": Mixer(
+        partial(_rwkv6, expand_k=1, expand_v=0.5, gate_fn="sigmoid", elementwise_affine=False),
+        variant=True,
+    ),
+    "rwkv7": Mixer(partial(_rwkv7, value_dim=48, layer_idx=1)),
+    "rwkv7-first": Mixer(partial(_rwkv7, layer_idx=0, elementwise_affine=False), variant=True),
+    # Feed-forwards of models: they have no recurrence to choose an implementation of.
+    "rwkv6-ffn": Mixer(_without_impl(RWKV6FeedForward, HIDDEN), variant=True, cannot=NO_IMPL),
+    "rwkv7-ffn": Mixer(
+        _without_impl(RWKV7FeedForward, HIDDEN, layer_idx=1, num_hidden_layers=3),
+        variant=True,
+        cannot=NO_IMPL,
     ),
     "attention-nope": _softmax(partial(_attention, num_heads=3, rope_theta=None), variant=True),
     "mamba": Mixer(partial(Mamba, HIDDEN, state_size=5, intermediate_size=20)),

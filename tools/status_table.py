@@ -63,7 +63,7 @@ def forms(mixer: type[TokenMixer]) -> set[str]:
     used = {name for name in vars(sys.modules[mixer.__module__]) if name in KINDS}
     assert len(used) == 1, f"{mixer.__module__} must import its one op from jla.ops, has {used}"
     wide = jax.ShapeDtypeStruct((1, 256, 1, 128), jnp.bfloat16)
-    refused = ops.explain(used.pop(), wide, wide, wide).refused
+    refused = ops.explain(used.pop(), *4 * [wide]).refused
     return {form for form in FORMS if "no Hopper kernel" not in refused.get(form, "")}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def load_state_dict(
                 values.append(_value(slot, tensors, source, keep_dtype, place))
         except _Misshaped as error:
             problems.append(str(error))
-    if tied and not np.array_equal(_host(tensors[source[embeddings]]), _host(tensors[tied])):
+    if tied and not np.array_equal(_read(tensors, source[embeddings]), _host(tensors[tied])):
         problems.append(f"{TIED_HEAD} differs from {embeddings}, but the config ties them")
     if problems:
         raise CheckpointError("; ".join(problems))
@@ -85,19 +85,29 @@ class _Misshaped(ValueError):
     """One tensor does not have its parameter's shape."""
 
 
-def _today(module, tensors, expected) -> dict[str, str]:
-    """Today's name -> name in ``tensors``, with old spellings resolved and unused ones dropped."""
-    source = {name: name for name in tensors}
+class _Row(NamedTuple):
+    """One row of a tensor."""
+
+    name: str
+    index: int
+
+
+def _today(module, tensors, expected) -> dict[str, str | _Row]:
+    """Today's name -> what of ``tensors`` it is; old spellings resolved, unused ones dropped."""
+    source: dict[str, str | _Row] = {name: name for name in tensors}
     for old, new in legacy_names(module).items():
-        if old in source and old not in expected:
-            if new is None:
-                del source[old]
-            elif new not in source:
-                source[new] = source.pop(old)
+        if old not in source or old in expected:
+            continue
+        names = (new,) if isinstance(new, str) else new or ()
+        if source.keys() & set(names):
+            continue
+        del source[old]
+        whole = new is None or isinstance(new, str)
+        source |= {name: old if whole else _Row(old, i) for i, name in enumerate(names)}
     return source
 
 
-def _drop_tied_head(source, filled) -> tuple[str | None, str]:
+def _drop_tied_head(source, filled) -> tuple[Any, str]:
     """Takes a tied head out of ``source``.
 
     Returns:
@@ -125,7 +135,7 @@ def _name_problems(source, filled) -> list[str]:
 
 def _value(slot: Slot, tensors, source, keep_dtype, place) -> jax.Array:
     shape = tuple(slot.variable.shape)
-    parts = [_part(slot, name, tensors[source[name]], shape) for name in slot.names]
+    parts = [_part(slot, name, _read(tensors, source[name]), shape) for name in slot.names]
     host = np.stack(parts) if slot.stacked else parts[0]
     dtype = slot.variable.dtype
     if keep_dtype and jnp.issubdtype(host.dtype, jnp.floating):
@@ -135,7 +145,6 @@ def _value(slot: Slot, tensors, source, keep_dtype, place) -> jax.Array:
 
 
 def _part(slot: Slot, name, tensor, shape) -> np.ndarray:
-    tensor = _host(tensor)
     try:
         part = slot.leaf.read(tensor)
     except ValueError as error:
@@ -145,6 +154,12 @@ def _part(slot: Slot, name, tensor, shape) -> np.ndarray:
         want = slot.leaf.write(np.broadcast_to(np.float32(0), expected)).shape
         raise _Misshaped(f"{name} has shape {tensor.shape}, the model needs {want}")
     return part
+
+
+def _read(tensors, source: str | _Row) -> np.ndarray:
+    if isinstance(source, _Row):
+        return _host(tensors[source.name])[source.index]
+    return _host(tensors[source])
 
 
 def _host(tensor) -> np.ndarray:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from flax import nnx
 
-from jla.layers import GatedDeltaNet
+from jla.layers import GatedDeltaNet, RWKV7Attention
+from jla.layers.rwkv7 import STREAMS
 from jla.models import Mamba2Model, Mamba3Model, MambaModel
-from jla.nn import GatedRMSNorm, RMSNorm, ShortConvolution
+from jla.nn import GatedRMSNorm, GroupNorm, LayerNorm, RMSNorm, ShortConvolution
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,15 @@ def _read_taps(x: np.ndarray) -> np.ndarray:
     return _transposed(x)
 
 
+def _with_axes(x: np.ndarray) -> np.ndarray:
+    return x[None, None]
+
+
+def _without_axes(x: np.ndarray) -> np.ndarray:
+    # torch has [1, 1, D]; a row of the old matrix of all streams has [D].
+    return x.reshape(x.shape[-1:]) if x.size and x.size == x.shape[-1] else x
+
+
 LEAVES: dict[type[nnx.Module], dict[str, Leaf]] = {
     nnx.Linear: {
         "kernel": Leaf("weight", _transposed, _transposed),
@@ -58,6 +68,9 @@ LEAVES: dict[type[nnx.Module], dict[str, Leaf]] = {
     nnx.Embed: {"embedding": Leaf("weight", _same, _same)},
     RMSNorm: {"scale": Leaf("weight", _same, _same)},
     GatedRMSNorm: {"scale": Leaf("weight", _same, _same)},
+    GroupNorm: {"scale": Leaf("weight", _same, _same)},
+    LayerNorm: {"scale": Leaf("weight", _same, _same)},
+    RWKV7Attention: {f"x_{name}": Leaf(f"x_{name}", _with_axes, _without_axes) for name in STREAMS},
     ShortConvolution: {
         "kernel": Leaf("weight", lambda x: x.T[:, None, :], _read_taps),
         "bias": Leaf("bias", _same, _same),
@@ -67,14 +80,16 @@ LEAVES: dict[type[nnx.Module], dict[str, Leaf]] = {
 # Leaves that a module without a row of its own may not have: they would need a layout.
 RESERVED = frozenset({"kernel", "scale", "embedding"})
 
-# Spellings of older FLA checkpoints below a module: today's name, or None for a tensor that was
-# never used (FLA issues 136 and 226).
-LEGACY: dict[type[nnx.Module], dict[str, str | None]] = {
+# Spellings of older FLA checkpoints below a module: today's name, the names that its rows have
+# today, or None for a tensor that was never used (FLA issues 136 and 226).
+Today = str | tuple[str, ...] | None
+LEGACY: dict[type[nnx.Module], dict[str, Today]] = {
     GatedDeltaNet: {"norm.weight": "o_norm.weight", "D": None},
     # The originators' own checkpoints.
     MambaModel: {"embedding.weight": "embeddings.weight"},
     Mamba2Model: {"embedding.weight": "embeddings.weight"},
     Mamba3Model: {"embedding.weight": "embeddings.weight"},
+    RWKV7Attention: {"x_x": tuple(f"x_{name}" for name in STREAMS)},
 }
 
 
@@ -112,10 +127,16 @@ def slots(module: nnx.Module) -> Iterator[Slot]:
                 yield Slot(variable, tuple(prefix + leaf.name for prefix in prefixes), leaf)
 
 
-def legacy_names(module: nnx.Module) -> dict[str, str | None]:
-    """Old spelling -> today's name (None: unused) for every tensor of ``module`` that had one."""
+def legacy_names(module: nnx.Module) -> dict[str, Today]:
+    """Old spelling -> today's, as in ``LEGACY``, for every tensor of ``module`` that had one."""
+
+    def below(prefix, new):
+        if isinstance(new, tuple):
+            return tuple(prefix + name for name in new)
+        return None if new is None else prefix + new
+
     return {
-        prefix + old: None if new is None else prefix + new
+        prefix + old: below(prefix, new)
         for prefixes, owner in _modules(module)
         for old, new in LEGACY.get(type(owner), {}).items()
         for prefix in prefixes

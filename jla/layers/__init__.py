@@ -10,9 +10,15 @@ from jla.layers.mamba import Mamba
 from jla.layers.mamba2 import Mamba2
 from jla.layers.mamba3 import Mamba3
 from jla.layers.mixer import TokenMixer
+from jla.layers.rwkv6 import RWKV6Attention
+from jla.layers.rwkv7 import RWKV7Attention
+
+RWKV6, RWKV7 = RWKV6Attention, RWKV7Attention
 
 __all__ = [
     "KDA",
+    "RWKV6",
+    "RWKV7",
     "Attention",
     "DeltaNet",
     "GatedDeltaNet",
@@ -22,5 +28,7 @@ __all__ = [
     "Mamba",
     "Mamba2",
     "Mamba3",
+    "RWKV6Attention",
+    "RWKV7Attention",
     "TokenMixer",
 ]

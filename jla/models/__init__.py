@@ -19,6 +19,8 @@ from jla.models.kda import KDAConfig, KDAForCausalLM, KDAModel
 from jla.models.mamba import MambaConfig, MambaForCausalLM, MambaModel
 from jla.models.mamba2 import Mamba2Config, Mamba2ForCausalLM, Mamba2Model
 from jla.models.mamba3 import Mamba3Config, Mamba3ForCausalLM, Mamba3Model
+from jla.models.rwkv6 import RWKV6Config, RWKV6ForCausalLM, RWKV6Model
+from jla.models.rwkv7 import RWKV7Config, RWKV7ForCausalLM, RWKV7Model
 from jla.models.samba import SambaConfig, SambaForCausalLM, SambaModel
 from jla.models.transformer import TransformerConfig, TransformerForCausalLM, TransformerModel
 
@@ -54,6 +56,12 @@ __all__ = [
     "SambaConfig",
     "SambaForCausalLM",
     "SambaModel",
+    "RWKV6Config",
+    "RWKV6ForCausalLM",
+    "RWKV6Model",
+    "RWKV7Config",
+    "RWKV7ForCausalLM",
+    "RWKV7Model",
     "TransformerConfig",
     "TransformerForCausalLM",
     "TransformerModel",

@@ -15,6 +15,8 @@ from jla.models.kda import KDAForCausalLM
 from jla.models.mamba import MambaForCausalLM
 from jla.models.mamba2 import Mamba2ForCausalLM
 from jla.models.mamba3 import Mamba3ForCausalLM
+from jla.models.rwkv6 import RWKV6ForCausalLM
+from jla.models.rwkv7 import RWKV7ForCausalLM
 from jla.models.samba import SambaForCausalLM
 from jla.models.transformer import TransformerForCausalLM
 
@@ -27,6 +29,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "mamba2": Mamba2ForCausalLM,
     "mamba3": Mamba3ForCausalLM,
     "samba": SambaForCausalLM,
+    "rwkv6": RWKV6ForCausalLM,
+    "rwkv7": RWKV7ForCausalLM,
     "transformer": TransformerForCausalLM,
 }
 

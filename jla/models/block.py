@@ -55,9 +55,8 @@ class Block(nnx.Module):
         if "mlp" in self.sublayers:
             self.mlp_norm = norm()
             self.mlp = self.make_mlp(config, layer_idx, **settings.options(rngs))
-        self.pre_norm = None
-        if layer_idx == 0 and getattr(config, "norm_first", False):
-            self.pre_norm = norm()
+        in_front = layer_idx == 0 and getattr(config, "norm_first", False)
+        self.pre_norm = norm() if in_front else None
         size = config.attnres_block_size
         self.openers: tuple[str, ...] | None = None
         if size is not None:
@@ -159,4 +158,5 @@ def residual_query(config: Config, settings: Settings, rngs: nnx.Rngs) -> nnx.Li
 
 def read_residuals(x, sums, proj: nnx.Linear, norm: RMSNorm) -> jax.Array:
     """The mix of finished sums and the running one that a sub-layer reads."""
+    assert norm.scale is not None
     return mix_residuals(proj.kernel[...][:, 0], [*sums, x], norm.scale[...], eps=norm.eps)

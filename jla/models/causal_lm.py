@@ -13,7 +13,7 @@ from flax import nnx
 from jla.models.config import Config
 from jla.models.decoder import Decoder
 from jla.nn import init
-from jla.ops import cross_entropy, l2_warp, shift_labels
+from jla.ops import cross_entropy, fused_linear_cross_entropy, l2_warp, shift_labels
 from jla.ops.segments import check_segment_ids
 
 
@@ -21,13 +21,14 @@ class CausalLMOutput(NamedTuple):
     """What a call returns.
 
     Attributes:
-        logits: ``[B, T, V]``, or the last ``logits_to_keep`` positions.
+        logits: ``[B, T, V]``, or the last ``logits_to_keep`` positions; None where a loss is made
+            with the config's ``fuse_linear_cross_entropy``.
         loss: float32 scalar, None without labels.
         cache: the cache after the call, None unless one was given.
         hidden_states: with ``output_hidden_states``, the input of every layer and the last state.
     """
 
-    logits: jax.Array
+    logits: jax.Array | None
     loss: jax.Array | None = None
     cache: Any = None
     hidden_states: tuple[jax.Array, ...] | None = None
@@ -119,19 +120,36 @@ class CausalLM(nnx.Module):
         hidden = out.last_hidden_state
         if logits_to_keep and labels is None:
             hidden = hidden[:, -logits_to_keep:]
-        logits = self.logits(hidden)
-        loss = None
-        if labels is not None:
-            loss = cross_entropy(logits, shift_labels(jnp.asarray(labels), segment_ids))
-            if self.config.use_l2warp:
-                loss = l2_warp(loss, logits, segment_ids)
+        logits, loss = self._logits_and_loss(hidden, labels, segment_ids)
         return CausalLMOutput(logits, loss, out.cache, out.hidden_states)
+
+    def _logits_and_loss(self, hidden, labels, segment_ids):
+        if labels is None:
+            return self.logits(hidden), None
+        targets = shift_labels(jnp.asarray(labels), segment_ids)
+        if self.config.fuse_linear_cross_entropy:
+            return None, fused_linear_cross_entropy(
+                *self._head(hidden),
+                targets,
+                use_l2warp=self.config.use_l2warp,
+                segment_ids=segment_ids,
+            )
+        logits = self.logits(hidden)
+        loss = cross_entropy(logits, targets)
+        return logits, l2_warp(loss, logits, segment_ids) if self.config.use_l2warp else loss
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """``[..., D]`` last hidden states to ``[..., V]``."""
         if self.config.tie_word_embeddings:
             return self.model.embeddings.attend(hidden)
         return self.lm_head(hidden)
+
+    def _head(self, hidden) -> tuple[jax.Array, jax.Array]:
+        """Hidden states and the head's kernel ``[D, V]`` in the dtype of their product."""
+        tied = self.config.tie_word_embeddings
+        kernel = self.model.embeddings.embedding[...].T if tied else self.lm_head.kernel[...]
+        dtype = self.model.dtype or jnp.result_type(hidden, kernel)
+        return hidden.astype(dtype), kernel.astype(dtype)
 
     def new_cache(self, batch_size: int, max_length: int | None = None, *, dtype=None):
         """The cache before any token, a plain pytree.

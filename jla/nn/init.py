@@ -33,6 +33,17 @@ def normal(std: float) -> Initializer:
 
 
 @functools.cache
+def orthogonal(gain: float) -> Initializer:
+    """``gain`` times an orthogonal matrix, made in float32 (there is no narrower QR)."""
+    wide = initializers.orthogonal(gain)
+
+    def init(key, shape, dtype=jnp.float32, out_sharding=None):
+        return wide(key, shape, jnp.float32).astype(dtype)
+
+    return init
+
+
+@functools.cache
 def uniform(bound: float) -> Initializer:
     """Uniform within ``bound`` of 0; one object per value."""
 

@@ -1,4 +1,4 @@
-"""RMS normalisation with learned scale, plain and gated."""
+"""Normalisations with learned scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax import nnx
 
 from jla.nn.check import check_choice
 from jla.ops.activation import ACTIVATIONS
-from jla.ops.norm import GATES, rms_norm
+from jla.ops.norm import GATES, layer_norm, rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -114,3 +114,54 @@ def head_norm(
         return RMSNorm(num_features, **norm)
     check_choice("activation", activation, allowed)
     return GatedRMSNorm(num_features, activation=activation, **norm)
+
+
+class GroupNorm(nnx.Module):
+    """Layer norm of each of ``num_groups`` groups of channels (FLA's ``GroupNorm``).
+
+    Args:
+        num_groups: groups of neighbouring channels.
+        num_features: D, a multiple of ``num_groups``.
+        eps: added to the variance.
+        elementwise_affine: learn a scale, and a bias if there is one.
+        bias: learn a bias.
+        param_dtype: dtype of ``scale [D]``, which starts at 1, and ``bias [D]``. Statistics are
+            float32.
+        rngs: unused, taken so that all modules are made alike.
+
+    Raises:
+        ValueError: sizes that do not divide.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_features: int,
+        *,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = False,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ):
+        if num_features % num_groups:
+            raise ValueError(f"{num_features=} must be a multiple of {num_groups=}")
+        self.num_groups, self.num_features, self.eps = num_groups, num_features, eps
+        self.scale = _scale(num_features, elementwise_affine, param_dtype)
+        biased = bias and elementwise_affine
+        self.bias = nnx.Param(jnp.zeros((num_features,), param_dtype)) if biased else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., D]`` to ``[..., D]`` in x's dtype."""
+        scale, bias = (p if p is None else p[...] for p in (self.scale, self.bias))
+        return layer_norm(x, scale, bias, groups=self.num_groups, eps=self.eps)
+
+
+class LayerNorm(GroupNorm):
+    """``(x - mean) / sqrt(var + eps) * scale + bias`` over the last axis (FLA's ``LayerNorm``).
+
+    Arguments as of :class:`GroupNorm`, with one group.
+    """
+
+    def __init__(self, num_features: int, **options):
+        super().__init__(1, num_features, **options)

@@ -1,15 +1,16 @@
 """Pure functions on arrays: one per recurrence, each with a reference and a chunk-parallel form."""
 
 from jla.ops.constant_decay import lightning_attention, linear_attn, retention
-from jla.ops.conv import causal_conv1d
+from jla.ops.conv import causal_conv1d, token_shift
 from jla.ops.delta import delta_rule, gated_delta_product, gated_delta_rule, gdn2, kda
 from jla.ops.dispatch import Choice, ImplUnavailable, use_impl
 from jla.ops.dplr import dplr_delta_rule, iplr_delta_rule, rwkv7
+from jla.ops.fused_loss import fused_linear_cross_entropy, kl_divergence
 from jla.ops.gated_sum import hgrn
 from jla.ops.kinds import explain, linear_attention
 from jla.ops.linear import gla, rwkv6, simple_gla
 from jla.ops.loss import cross_entropy, l2_warp, shift_labels
-from jla.ops.norm import l1_norm, l2_norm, rms_norm
+from jla.ops.norm import l1_norm, l2_norm, layer_norm, rms_norm
 from jla.ops.recurrence import Options
 from jla.ops.rotary import rotate
 from jla.ops.segments import cu_seqlens_from_segment_ids, segment_ids_from_cu_seqlens
@@ -30,6 +31,7 @@ __all__ = [
     "delta_rule",
     "dplr_delta_rule",
     "explain",
+    "fused_linear_cross_entropy",
     "gated_delta_product",
     "gated_delta_rule",
     "gdn2",
@@ -38,9 +40,11 @@ __all__ = [
     "hgrn",
     "iplr_delta_rule",
     "kda",
+    "kl_divergence",
     "l1_norm",
     "l2_norm",
     "l2_warp",
+    "layer_norm",
     "lightning_attention",
     "linear_attention",
     "linear_attn",
@@ -55,5 +59,6 @@ __all__ = [
     "shift_labels",
     "simple_gla",
     "ssd",
+    "token_shift",
     "use_impl",
 ]

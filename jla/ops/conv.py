@@ -76,6 +76,53 @@ def _convolve(x, kernel, bias, segment_ids, initial_state, *, activation):
     return y, state
 
 
+def token_shift(
+    x: jax.Array,
+    *,
+    segment_ids: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    output_final_state: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """``x_{t-1} - x_t``: from each token to the real one before it in its document, 0 at its start.
+
+    A window of two tokens, else as :func:`causal_conv1d` (FLA's ``token_shift``).
+
+    Args:
+        x: ``[B, T, D]``.
+        segment_ids: int ``[B, T]``, see :mod:`jla.ops.segments`.
+        initial_state: ``[B, D]``, the token before the row's first; zeros if None.
+        output_final_state: also return the row's last real token.
+
+    Returns:
+        ``[B, T, D]`` and the last token ``[B, D]`` (or None), both in x's dtype. At padding the
+        difference means nothing.
+
+    Raises:
+        ValueError: shapes that disagree.
+    """
+    if x.ndim != 3:
+        raise ValueError(f"x must be [B, T, D], got shape {x.shape}")
+    expected = (x.shape[0], x.shape[2])
+    if initial_state is not None and initial_state.shape != expected:
+        raise ValueError(f"initial_state must be {expected}, got shape {initial_state.shape}")
+    if segment_ids is not None:
+        segment_ids = segments.check_segment_ids(segment_ids, x.shape[:2], x)
+    difference, last = _token_shift(x, segment_ids, initial_state)
+    return difference, last if output_final_state else None
+
+
+@jax.jit
+def _token_shift(x, segment_ids, initial_state):
+    if initial_state is None:
+        initial_state = jnp.zeros_like(x[:, 0])
+    first = initial_state[:, None].astype(x.dtype)
+    if segment_ids is None:
+        return jnp.concatenate([first, x[:, :-1]], axis=1) - x, x[:, -1]
+    x = jnp.where((segment_ids != 0)[..., None], x, 0)
+    (before, _), last = _packed_taps(jnp.concatenate([first, x], axis=1), segment_ids, 2)
+    return before - x, last[:, 0]
+
+
 def _check(x, kernel, bias, activation, initial_state):
     if x.ndim != 3:
         raise ValueError(f"x must be [B, T, D], got shape {x.shape}")

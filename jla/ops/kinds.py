@@ -28,6 +28,10 @@ def _choose_rwkv6(r, k, v, *args, **options) -> Choice:
     return linear.RWKV6.choose(r, k, v, *args, **options)
 
 
+def _choose_rwkv7(r, w, k, v, *args, **options) -> Choice:
+    return dplr.DPLR.choose(r, k, v, *args, **options)
+
+
 KINDS = {
     "attention": _Kind(softmax.attention, softmax.choose),
     "delta_rule": _Kind(delta.delta_rule, delta.GATED_DELTA_RULE.choose),
@@ -45,6 +49,7 @@ KINDS = {
     "mamba3": _Kind(trapezoidal.mamba3, trapezoidal.choose_mamba3),
     "retention": _Kind(constant_decay.retention, linear.SIMPLE_GLA.choose),
     "rwkv6": _Kind(linear.rwkv6, _choose_rwkv6),
+    "rwkv7": _Kind(dplr.rwkv7, _choose_rwkv7),
     "selective_scan": _Kind(ssm.selective_scan, ssm.choose_selective_scan),
     "simple_gla": _Kind(linear.simple_gla, linear.SIMPLE_GLA.choose),
     "ssd": _Kind(ssm.ssd, ssm.choose_ssd),

@@ -23,20 +23,76 @@ def shift_labels(labels: jax.Array, segment_ids: jax.Array | None = None) -> jax
     return jnp.where(has_next, segments.take_time(labels, ahead), IGNORE)
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean cross entropy (nats, float32 scalar) over targets that are not -100; 0 if there is none.
+def cross_entropy(
+    logits: jax.Array,
+    targets: jax.Array,
+    *,
+    ignore_index: int = IGNORE,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    logit_softcapping: float | None = None,
+    lse_square_scale: float = 0.0,
+    reduction: str = "mean",
+) -> jax.Array:
+    """Cross entropy (nats, float32 scalar) over targets that count; 0 if there is none.
 
     Args:
         logits: ``[..., V]``.
-        targets: int ``[...]`` in 0..V-1, or -100; a target beyond the vocabulary gives NaN.
+        targets: int ``[...]`` in 0..V-1, or ``ignore_index``; a target beyond the vocabulary gives
+            NaN.
+        ignore_index: the target that does not count.
+        label_smoothing: share of the target that is spread over the vocabulary.
+        logit_scale: factor of the logits.
+        logit_softcapping: c of ``c tanh(logits / c)``, after the scale; None leaves them.
+        lse_square_scale: factor of ``logsumexp^2`` that is added (z-loss, arXiv:2204.02311).
+        reduction: ``"mean"`` over targets that count, or ``"sum"``.
+
+    Raises:
+        ValueError: an unknown reduction.
     """
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    counted = targets != IGNORE
+    check_reduction(reduction)
+    losses = token_losses(
+        logits,
+        targets,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        logit_scale=logit_scale,
+        logit_softcapping=logit_softcapping,
+        lse_square_scale=lse_square_scale,
+    )
+    counted = jnp.sum(targets != ignore_index) if reduction == "mean" else 1
+    return jnp.sum(losses) / jnp.maximum(counted, 1)
+
+
+def token_losses(
+    logits,
+    targets,
+    *,
+    ignore_index,
+    label_smoothing,
+    logit_scale,
+    logit_softcapping,
+    lse_square_scale,
+) -> jax.Array:
+    """The loss ``[...]`` of every token, 0 where it does not count; see :func:`cross_entropy`."""
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) * logit_scale
+    if logit_softcapping is not None:
+        wide = logit_softcapping * jnp.tanh(wide / logit_softcapping)
+    counted = targets != ignore_index
     index = jnp.where(counted, targets, 0)
     picked = jnp.take_along_axis(wide, index[..., None], axis=-1, mode="fill")[..., 0]
     picked = jnp.where(index < 0, jnp.nan, picked)
-    losses = jnp.where(counted, jax.nn.logsumexp(wide, axis=-1) - picked, 0)
-    return jnp.sum(losses) / jnp.maximum(jnp.sum(counted), 1)
+    if label_smoothing:
+        spread = jnp.mean(wide, axis=-1)
+        picked = (1 - label_smoothing) * picked + label_smoothing * spread
+    total = jax.nn.logsumexp(wide, axis=-1)
+    return jnp.where(counted, total - picked + lse_square_scale * total**2, 0)
+
+
+def check_reduction(reduction: str) -> None:
+    """Raises ValueError unless ``reduction`` is ``"mean"`` or ``"sum"``."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
 
 
 def l2_warp(loss: jax.Array, logits: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:

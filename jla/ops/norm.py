@@ -29,6 +29,37 @@ def l1_norm(x: jax.Array, eps: float = 1e-6) -> jax.Array:
     return (wide / jnp.maximum(size, eps)).astype(x.dtype)
 
 
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    groups: int = 1,
+    eps: float = 1e-5,
+) -> jax.Array:
+    """``(x - mean) / sqrt(var + eps) * scale + bias``, with statistics per group of channels.
+
+    Args:
+        x: ``[..., D]``, D a multiple of ``groups``.
+        scale, bias: ``[D]`` or None (1 and 0).
+        groups: neighbouring channels share their statistics: 1 is layer, more is group norm.
+        eps: added to the variance.
+
+    Returns:
+        ``[..., D]`` in x's dtype; everything before the last cast is float32.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = wide.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
+    y = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    y = y.reshape(x.shape)
+    if scale is not None:
+        y = y * scale.astype(y.dtype)
+    if bias is not None:
+        y = y + bias.astype(y.dtype)
+    return y.astype(x.dtype)
+
+
 def rms_norm(
     x: jax.Array,
     scale: jax.Array | None = None,

@@ -110,7 +110,7 @@ def attend_past(q: jax.Array, past: Past, *, scale: float | None = None) -> jax.
 
 
 def choose(
-    q, k, v, *, window_size=None, segment_ids=None, past=None, impl: str = "auto", **_
+    q, k, v, *_, window_size=None, segment_ids=None, past=None, impl: str = "auto", **__
 ) -> Choice:
     """Which implementation a call with these arguments runs; decided from static facts only."""
     offers = {

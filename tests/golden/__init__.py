@@ -27,6 +27,11 @@ from golden import draws
 HERE = Path(__file__).parent
 
 
+# In float64 these of FLA's outputs are up to 6e-5 of the largest off, ours in float32 2e-6
+# (``test_layer_parity`` shows it): FLA's kernel is everywhere as inexact as its packed run tells.
+INEXACT = ("rwkv7__*", "RWKV7Attention*")
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One case.
@@ -51,7 +56,8 @@ class Case:
         the disagreement."""
         base = 2e-5 if self.meta["case"]["amp"] is None else 3e-3
         largest = self.meta.get("logits_absmax", self.meta.get("out_absmax"))
-        own = [v for k, v in self.meta.items() if k.startswith(run) and k.endswith("_maxdiff")]
+        runs = (run, "packed") if any(fnmatch.fnmatch(self.name, p) for p in INEXACT) else (run,)
+        own = [v for k, v in self.meta.items() if k.startswith(runs) and k.endswith("_maxdiff")]
         return max([base * largest, *(3 * float(np.max(diff)) for diff in own if diff)])
 
     @property

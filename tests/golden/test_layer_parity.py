@@ -27,11 +27,26 @@ def row(request):
 
 
 @functools.lru_cache(maxsize=2)
-def load_mixer(folder):
+def load_mixer(folder, param_dtype=jnp.float32):
     spec = json.loads((folder / "config.json").read_text())
-    mixer = getattr(jla.layers, spec["cls"])(**spec["kwargs"], rngs=nnx.Rngs(0))
+    settings = dict(param_dtype=param_dtype, rngs=nnx.Rngs(0))
+    mixer = getattr(jla.layers, spec["cls"])(**spec["kwargs"], **settings)
     convert.load_state_dict(mixer, load_file(folder / "model.safetensors"))
     return mixer, nnx.split(mixer)
+
+
+def shared_of(case, shape=(2, 70)):
+    """What FLA's run was given of earlier layers, ``[*shape, ...]`` each; None for most layers."""
+    names = case.recorded.keys() & {"v_first"}
+    return {name: case[name].reshape(*shape, -1) for name in names} or None
+
+
+def apply(mixer, x, shared, **call):
+    """The mixer's answer without what it shares."""
+    if shared is None:
+        return mixer(x, **call)
+    *out, _ = mixer(x, shared=shared, **call)
+    return tuple(out) if len(out) > 1 else out[0]
 
 
 @functools.lru_cache(maxsize=2)
@@ -41,13 +56,16 @@ def prefilled(folder):
     case = golden.load_case("layer", folder.name)
 
     @jax.jit
-    def call(state, x, cache):
-        return nnx.merge(graphdef, state)(x, cache=cache)
+    def call(state, x, shared, cache):
+        return apply(nnx.merge(graphdef, state), x, shared, cache=cache)
 
-    out, after_prefill = call(state, case["x"][:, :PREFILL], mixer.new_cache(2, 70))
+    def piece(start, stop):
+        return jax.tree.map(lambda value: value[:, start:stop], (case["x"], shared_of(case)))
+
+    out, after_prefill = call(state, *piece(0, PREFILL), mixer.new_cache(2, 70))
     cache, seen = after_prefill, [out[:, -1:]]
     for t in range(PREFILL, 70):
-        out, cache = call(state, case["x"][:, t : t + 1], cache)
+        out, cache = call(state, *piece(t, t + 1), cache)
         seen.append(out)
     return jnp.concatenate(seen, axis=1), after_prefill
 
@@ -56,11 +74,12 @@ def test_output_and_gradients(row):
     _, (graphdef, state) = load_mixer(row.folder)
 
     @jax.jit
-    def run(state, x, dy):
-        out, pull = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x), state, x)
+    def run(state, x, shared, dy):
+        mix = lambda state, x: apply(nnx.merge(graphdef, state), x, shared)  # noqa: E731
+        out, pull = jax.vjp(mix, state, x)
         return out, pull(dy)
 
-    out, (gradients, dx) = run(state, row["x"], row["dy"])
+    out, (gradients, dx) = run(state, row["x"], shared_of(row), row["dy"])
     row.check("out", out)
     row.check_gradients(convert.to_state_dict(nnx.merge(graphdef, gradients)))
     expected, ours = row.recorded["dx"], row.part("dx", dx)
@@ -74,10 +93,10 @@ def test_packed(row):
     documents = segment_ids_from_cu_seqlens(row["cu_seqlens"], 140)
 
     @jax.jit
-    def run(state, x, documents):
-        return nnx.merge(graphdef, state)(x, segment_ids=documents)[..., :32]
+    def run(state, x, shared, documents):
+        return apply(nnx.merge(graphdef, state), x, shared, segment_ids=documents)[..., :32]
 
-    out = run(state, row["x"].reshape(1, 140, 64), documents)
+    out = run(state, row["x"].reshape(1, 140, 64), shared_of(row, (1, 140)), documents)
     row.check("packed_out", out, run="packed")
 
 
@@ -147,6 +166,41 @@ def check_cache(case, name, ours):
     if theirs.shape[-1] == theirs.shape[-2]:
         flipped = np.abs(theirs - np.swapaxes(theirs, -1, -2))
         assert np.max(flipped) > 0.1 * np.max(np.abs(theirs))
+
+
+@pytest.mark.parametrize("name", golden.names("layer", "RWKV7Attention*"))
+def test_rwkv7_cache_and_first_values_are_fla_s(name):
+    """S25: a state that is not symmetric tells [B, H, K, V] from [B, H, V, K]."""
+    case = golden.load_case("layer", name)
+    cache = prefilled(case.folder)[1]
+    theirs = case.recorded["cache.recurrent_state"]
+    state = np.asarray(cache["recurrent_state"])
+    largest = np.max(np.abs(theirs))
+    assert np.max(np.abs(theirs - np.swapaxes(theirs, -1, -2))) > 0.1 * largest
+    assert_close(case.part("cache.recurrent_state", state), theirs, tol=1e-4)
+    last = case.part("cache.conv_state", cache["conv_state"])
+    assert_close(last, case.recorded["cache.conv_state"], tol=2e-5)
+    mixer, _ = load_mixer(case.folder)
+    _, shared = mixer(case["x"], shared=shared_of(case) or {})
+    case.check("out1", shared["v_first"])
+
+
+@pytest.mark.parametrize("name", golden.names("layer", "RWKV7Attention*"))
+def test_where_fla_is_inexact_float64_decides(name, x64):
+    """Why :data:`golden.INEXACT` compares RWKV-7 with a wider tolerance."""
+    case = golden.load_case("layer", name)
+
+    def run(dtype):
+        mixer = load_mixer.__wrapped__(case.folder, dtype)[0]
+        inputs = jax.tree.map(lambda value: value.astype(dtype), (case["x"], shared_of(case)))
+        return np.asarray(apply(mixer, *inputs))
+
+    exact = run(jnp.float64)
+    largest = np.max(np.abs(exact))
+    assert exact.dtype == np.float64
+    assert_close(run(jnp.float32), exact, tol=2e-6)
+    theirs = np.abs(case.recorded["out"] - case.part("out", exact))
+    assert np.max(theirs) > 2e-5 * largest, "FLA is exact: INEXACT need not name it"
 
 
 def test_attention_cache_holds_fla_s_last_keys_and_values():

@@ -34,6 +34,8 @@ PATTERNS = [
     "model/gated_deltaproduct__*",
     "model/kda__*",
     "model/transformer__*",
+    "model/rwkv6__*",
+    "model/rwkv7__*",
     "layer/DeltaNet",
     "layer/GatedDeltaNet",
     "layer/GatedDeltaNet2",
@@ -48,6 +50,8 @@ PATTERNS = [
     "layer/Mamba3",
     "layer/Mamba3__mimo",
     "layer/Attention",
+    "layer/RWKV6Attention",
+    "layer/RWKV7Attention*",
 ]
 # FLA's finite-difference checks of itself: nothing compares with them.
 DROPPED_META = ("fd_rel_err",)

@@ -28,6 +28,8 @@ from jla.models import (
     Mamba2Config,
     Mamba3Config,
     MambaConfig,
+    RWKV6Config,
+    RWKV7Config,
     SambaConfig,
     TransformerConfig,
 )
@@ -41,6 +43,14 @@ _shared: dict[str, Any] = dict(
 _delta = _shared | dict(num_heads=2, num_v_heads=4, head_dim=6, expand_v=1.5)
 # Mamba's stacks have no MLPs.
 _bare = {name: value for name, value in _shared.items() if name != "intermediate_size"}
+_rwkv7 = _shared | dict(
+    head_dim=8,
+    decay_low_rank_dim=4,
+    gate_low_rank_dim=5,
+    a_low_rank_dim=4,
+    v_low_rank_dim=3,
+)
+_rwkv6 = _shared | dict(num_heads=3, proj_low_rank_dim=4, gate_low_rank_dim=5)
 _window = dict(num_heads=4, num_kv_heads=2, window_size=5)
 
 
@@ -139,6 +149,23 @@ MODELS: dict[str, Row] = {
             use_bias=True,
             **_bare,
         )
+    ),
+    "rwkv7": Row(RWKV7Config(num_hidden_layers=3, value_dim=48, **_rwkv7)),
+    # The first values to share are those of layer 1.
+    "rwkv7-hybrid": Row(
+        RWKV7Config(
+            num_hidden_layers=4,
+            attn={"layers": [0], **_window},
+            norm_first=False,
+            norm_bias=False,
+            tie_word_embeddings=True,
+            hidden_act="relu",
+            **_rwkv7,
+        ),
+    ),
+    "rwkv6": Row(RWKV6Config(num_hidden_layers=2, **_rwkv6)),
+    "rwkv6-hybrid": Row(
+        RWKV6Config(num_hidden_layers=2, attn={"layers": [1], **_window}, norm_bias=False, **_rwkv6)
     ),
     "transformer": Row(
         TransformerConfig(

@@ -1,6 +1,7 @@
 """Public bug reports against other libraries, asked of whole models; the numbers are S01 to S30 of
 the project's collection. Many more are answered by the contract, which names them."""
 
+import copy
 import time
 
 import jax
@@ -286,3 +287,33 @@ def test_growing_past_the_room_gives_nan_not_a_clamp():
 def test_a_model_of_another_family_is_refused():
     with pytest.raises(TypeError, match="needs a GatedDeltaNetConfig, got TransformerConfig"):
         GatedDeltaNetForCausalLM(MODELS["transformer"].config, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("row", ["transformer", "transformer-window"])
+def test_a_loss_fused_with_the_head_is_the_same_without_logits(row):
+    """``fuse_linear_cross_entropy``, with the warp, packed and padded; a tied head too."""
+    switches = dict(use_l2warp=True, fuse_cross_entropy=False)
+    ids = tokens(5, (2, 33))
+    segment_ids = np.array([[1] * 14 + [2] * 19, [0] * 5 + [1] * 28])
+
+    def measured(**more):
+        config = copy.deepcopy(MODELS[row].config)
+        for name, value in {**switches, **more}.items():
+            setattr(config, name, value)
+        graphdef, state = nnx.split(build(config))
+
+        @jax.jit
+        def run(state):
+            def loss(state):
+                out = nnx.merge(graphdef, state)(ids, segment_ids=segment_ids, labels=ids)
+                return out.loss, out.logits
+
+            return jax.value_and_grad(loss, has_aux=True)(state)
+
+        (loss, logits), gradients = run(state)
+        return loss, logits, jax.tree.leaves(gradients)
+
+    plain, fused = measured(), measured(fuse_linear_cross_entropy=True)
+    assert plain[1] is not None and fused[1] is None
+    assert_close(fused[0], plain[0])
+    assert_trees_close(fused[2], plain[2], times=3)

@@ -7,10 +7,20 @@ import pytest
 from flax import nnx
 from helpers import assert_close, random
 
-from jla.nn import GatedMLP, GatedRMSNorm, RMSNorm, ShortConvolution, head_norm, init
+from jla.nn import (
+    GatedMLP,
+    GatedRMSNorm,
+    GroupNorm,
+    LayerNorm,
+    LoRA,
+    RMSNorm,
+    ShortConvolution,
+    head_norm,
+    init,
+)
 from jla.nn.mlp import power_glu
 from jla.nn.param import float32_param, is_float32_param
-from jla.ops import causal_conv1d, rms_norm
+from jla.ops import causal_conv1d, layer_norm, rms_norm
 from jla.ops.activation import ACTIVATIONS
 
 RNGS = nnx.Rngs(0)
@@ -112,3 +122,35 @@ def test_torch_default_initialisers():
     kernel = init.torch_linear(jax.random.key(0), (400, 300), jnp.float32)
     assert np.abs(kernel).max() <= 400**-0.5 and np.abs(kernel).max() > 0.99 * 400**-0.5
     assert init.normal(0.02) is init.normal(0.02)
+
+
+def test_layer_and_group_norm():
+    x = random(0, (2, 5, 6))
+    for norm, groups in (
+        (LayerNorm(6, eps=1e-3, bias=True), 1),
+        (GroupNorm(3, 6, eps=1e-3, bias=True), 3),
+    ):
+        norm.scale[...], norm.bias[...] = random(1, (6,)), random(2, (6,))
+        want = layer_norm(x, norm.scale[...], norm.bias[...], groups=groups, eps=1e-3)
+        assert_close(norm(x), want)
+    assert LayerNorm(6).bias is None
+    bare = GroupNorm(2, 6, elementwise_affine=False, bias=True)
+    assert bare.scale is None and bare.bias is None
+    assert_close(bare(x), layer_norm(x, groups=2))
+    with pytest.raises(ValueError, match="num_features=6 must be a multiple of num_groups=4"):
+        GroupNorm(4, 6)
+
+
+def test_low_rank_projection_starts_as_its_bias():
+    bias, x = random(1, (8,)), random(0, (2, 3, 6))
+    lora = LoRA(6, 8, 4, "sigmoid", jnp.asarray(bias), rngs=RNGS)
+    up = lora.up.kernel[...]
+    # Orthogonal rows of length 0.1, and a bottleneck of sigmoid(0).
+    assert_close(up @ up.T, 0.01 * np.eye(4))
+    assert_close(lora(x), np.broadcast_to(bias + 0.5 * up.sum(0), (2, 3, 8)))
+    lora.down.kernel[...] = random(2, (6, 4))
+    want = 1 / (1 + np.exp(-(x @ lora.down.kernel[...]))) @ up + bias
+    assert_close(lora(x), want)
+    assert LoRA(6, 8, 4, rngs=RNGS).up.bias is None
+    with pytest.raises(ValueError, match="activation must be one of .*got 'gelu'"):
+        LoRA(6, 8, 4, "gelu", rngs=RNGS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import assert_close, assert_trees_close, random
 
-from jla.ops import causal_conv1d
+from jla.ops import causal_conv1d, token_shift
 from ops import oracle
 
 D = 5
@@ -134,6 +134,41 @@ def test_pieces_are_one_row():
             ys.append(y)
             at += n
         assert_trees_close((np.concatenate(ys, axis=1), window), want, what=str(split))
+
+
+@pytest.mark.parametrize("ids", [None, "packed"])
+def test_token_shift_is_a_convolution_of_two_taps(ids):
+    """Outputs at real tokens, the last token and gradients; padding gets and gives nothing."""
+    x, last, weights = random(0, (2, 9, D)), random(1, (2, D)), random(2, (2, 9, D))
+    segment_ids = None if ids is None else packed(9)
+    real = np.ones((2, 9, 1)) if ids is None else (segment_ids != 0)[..., None]
+    taps = np.stack([np.ones(D), -np.ones(D)]).astype(np.float32)
+
+    def shifted(x, last):
+        y, after = token_shift(
+            x, segment_ids=segment_ids, initial_state=last, output_final_state=True
+        )
+        return jnp.sum(y * real * weights) + jnp.sum(after * last), (y * real, after)
+
+    def filtered(x, last):
+        y, after = causal_conv1d(
+            x,
+            taps,
+            segment_ids=segment_ids,
+            initial_state=last[:, None],
+            output_final_state=True,
+        )
+        return jnp.sum(y * weights) + jnp.sum(after[:, 0] * last), (y, after[:, 0])
+
+    given, expected = (
+        jax.jit(jax.grad(f, argnums=(0, 1), has_aux=True))(x, last) for f in (shifted, filtered)
+    )
+    assert_trees_close(given, expected)
+    y, none = token_shift(x)
+    assert none is None
+    assert_close(y[:, 0], -x[:, 0])
+    with pytest.raises(ValueError, match=r"initial_state must be \(2, 5\), got shape \(2, 1, 5\)"):
+        token_shift(x, initial_state=last[:, None])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import assert_close, random
 
-from jla.ops import l2_norm, rms_norm, rotate
+from jla.ops import l2_norm, layer_norm, rms_norm, rotate
 from jla.ops.residual import mix_residuals
 
 
@@ -59,3 +59,13 @@ def test_residual_mix():
     weights = np.exp(np.stack([k @ query for k in keys]))
     want = np.einsum("lbt,lbtd->btd", weights / weights.sum(0), np.stack(sources))
     assert_close(mix_residuals(query, sources, scale, eps=1e-5), want)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_layer_norm_of_groups(groups):
+    x, scale, bias = random(0, (2, 4, 12)) + 3, random(1, (12,)), random(2, (12,))
+    wide = x.astype(np.float64).reshape(2, 4, groups, -1)
+    wide = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-3)
+    want = wide.reshape(x.shape)
+    assert_close(layer_norm(x, groups=groups, eps=1e-3), want)
+    assert_close(layer_norm(x, scale, bias, groups=groups, eps=1e-3), want * scale + bias)

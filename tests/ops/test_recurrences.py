@@ -138,6 +138,18 @@ ROWS = {
         ),
         lambda S, q, k, v, a, b: dplr_step(S, q, k, v, a, b, 0.0),
     ),
+    "rwkv7": Row(
+        ops.rwkv7,
+        lambda t: dict(
+            r=random(0, keyed(t)),
+            w=-strength(5, headed(t, K)),
+            k=unit(1, keyed(t)),
+            v=random(2, headed(t, V)),
+            a=-unit(3, headed(t, K)),
+            b=unit(3, headed(t, K)) * strength(4, headed(t, 1)),
+        ),
+        lambda S, r, w, k, v, a, b: dplr_step(S, r, k, v, a, b, w),
+    ),
     "rwkv6": Row(
         ops.rwkv6,
         lambda t: dict(
