@@ -37,6 +37,9 @@ W = dict(B=1, T=16384, H=16, D=128, win=1024)
 GQA = dict(B=1, T=16384, H=16, D=128, KV=4)
 M1 = dict(B=1, T=8192, C=4096, N=16)
 M2 = dict(B=1, T=8192, H=64, D=64, N=128, G=1)
+M = dict(B=4, T=4096, H=32, D=64, N=128, G=1)
+ML = dict(B=1, T=32768, H=32, D=64, N=128, G=1)
+MP = dict(B=1, T=16384, H=32, D=64, N=128, G=1, docs=16)
 M3 = dict(B=1, T=8192, H=64, D=64, N=128, R=1)
 M3R = dict(B=1, T=8192, H=64, D=64, N=128, R=4)
 
@@ -221,7 +224,7 @@ OPS = {
     ),
     "simple_gla": Op(
         "simple_gla",
-        dict(A=A, B=B),
+        dict(A=A, B=B, S=S, P=P),
         _inputs(g=("decay", "head")),
         _no_options,
         _linear_flops,
@@ -248,7 +251,7 @@ OPS = {
         _dplr_flops,
     ),
     "mamba": Op("selective_scan", dict(M1=M1), _scan_inputs, _no_options, _scan_flops),
-    "mamba2": Op("ssd", dict(M2=M2), _ssd_inputs, _no_options, _ssm_flops),
+    "mamba2": Op("ssd", dict(M2=M2, M=M, ML=ML, MP=MP), _ssd_inputs, _no_options, _ssm_flops),
     "mamba3": Op("mamba3", dict(M3=M3, M3R=M3R), _mamba3_inputs, _no_options, _ssm_flops),
     "attn": Op(
         "attention",

@@ -14,6 +14,7 @@ from jax import lax
 F32 = jnp.float32
 LOG2E = math.log2(math.e)
 HEAD_DIMS = (64, 128)
+WIDEST = max(HEAD_DIMS)
 SMS = 132  # streaming multiprocessors of an H100 or H200 SXM: blocks of a persistent kernel
 
 WGMMA = plgpu.Layout.WGMMA
@@ -36,6 +37,34 @@ def widen(x, axis=-1):
     pads = [(0, 0)] * x.ndim
     pads[axis] = (0, extra)
     return jnp.pad(x, pads)
+
+
+def value_parts(x):
+    """``x [..., H, V]`` with V in parts of the widest head size as heads: ``[..., H * n, V / n]``.
+
+    Columns of values never meet in these recurrences, so parts of a head are heads of their own.
+    """
+    size = x.shape[-1]
+    if size <= WIDEST:
+        return x
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % WIDEST)])
+    return x.reshape(*x.shape[:-2], -1, WIDEST)
+
+
+def state_parts(state):
+    """A state ``[B, H, K, V]`` of the heads that ``value_parts`` makes."""
+    if state.shape[-1] <= WIDEST:
+        return state
+    return jnp.swapaxes(value_parts(jnp.moveaxis(state, 1, 2)), 1, 2)
+
+
+def join_state(state, heads):
+    """The way back from ``state_parts``; columns that were added stay."""
+    batch, parts, key_dim, width = state.shape
+    if parts == heads:
+        return state
+    state = state.reshape(batch, heads, parts // heads, key_dim, width)
+    return jnp.moveaxis(state, 2, 3).reshape(batch, heads, key_dim, -1)
 
 
 def smem(shape, dtype):

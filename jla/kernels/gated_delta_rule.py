@@ -65,7 +65,7 @@ def gated_delta_rule(
 
     Args:
       q, k: [B, T, Hq, K] bfloat16 or float16; head h of v uses q/k head h // (H // Hq).
-      v: [B, T, H, V] in the same dtype.
+      v: [B, T, H, V] in the same dtype; V above 128 is cut into heads of 128.
       g: [B, T, H] float32 log decay (natural units, <= 0, -inf allowed), None for the delta rule.
       beta: [B, T, H] float32.
       scale: positive number on the outputs.
@@ -77,17 +77,25 @@ def gated_delta_rule(
     Returns: o [B, T, H, V] in v's dtype, final states [B, H, K, V] float32 or None.
     """
     _check(q, k, v, g, beta, scale)
-    key_dim, value_dim = k.shape[-1], v.shape[-1]
-    length = q.shape[1]
-    q, k, v = (cm.widen(cm.lengthen(x, 8)) for x in (q, k, v))
+    length, key_dim = k.shape[1], k.shape[-1]
+    heads, value_dim = v.shape[2:]
+    q, k, v = cm.widen(q), cm.widen(k), cm.widen(cm.value_parts(v))
+    g, beta = (None if x is None else _per_part(x.astype(cm.F32), v) for x in (g, beta))
     state = initial_state
     if state is not None:
-        state = cm.widen(cm.widen(state.astype(cm.F32)), -2)
-    g = None if g is None else g.astype(cm.F32)
+        state = cm.widen(cm.widen(cm.state_parts(state.astype(cm.F32))), -2)
+    q, k, v = (cm.lengthen(x, 8) for x in (q, k, v))
     options = Options(float(scale), use_qk_l2norm, output_final_state)
-    o, state = _core(q, k, v, g, beta.astype(cm.F32), state, marks, options)
-    o = o[:, :length, :, :value_dim]
-    return o, None if state is None else state[..., :key_dim, :value_dim]
+    o, state = _core(q, k, v, g, beta, state, marks, options)
+    o = o[:, :length].reshape(*o.shape[:1], length, heads, -1)[..., :value_dim]
+    if state is not None:
+        state = cm.join_state(state, heads)[..., :key_dim, :value_dim]
+    return o, state
+
+
+def _per_part(x, v):
+    """``x [B, T, H]`` for every part of a head of ``v``."""
+    return jnp.repeat(x, v.shape[2] // x.shape[2], axis=2)
 
 
 def _check(q, k, v, g, beta, scale):
@@ -99,8 +107,8 @@ def _check(q, k, v, g, beta, scale):
         raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} do not fit together")
     if beta.shape != v.shape[:3] or (g is not None and g.shape != beta.shape):
         raise ValueError(f"g and beta must be {v.shape[:3]}")
-    if max(k.shape[-1], v.shape[-1]) > max(cm.HEAD_DIMS):
-        raise NotImplementedError(f"head sizes above {max(cm.HEAD_DIMS)}")
+    if k.shape[-1] > cm.WIDEST:
+        raise NotImplementedError(f"key head sizes above {cm.WIDEST}, got {k.shape[-1]}")
     if q.shape[1] == 0:
         raise ValueError("T must be at least 1")
     if not scale > 0:

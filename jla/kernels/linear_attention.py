@@ -76,9 +76,10 @@ def linear_attention(
     """Linear attention with one decay per head.
 
     Args:
-      q, k: `[B, T, Hq, K]` bfloat16 or float16, K at most 128 (64 or 128 without padding).
-      v: `[B, T, H, V]` of the same dtype, H a multiple of Hq, V at most 128; head h reads q/k
-        head h // (H // Hq).
+      q, k: `[B, T, Hq, K]` bfloat16 or float16; K above 128 is cut into parts of 128 that are
+        added up.
+      v: `[B, T, H, V]` of the same dtype, H a multiple of Hq: head h reads q/k head
+        h // (H // Hq). V above 128 is cut into heads of 128.
       g: `[B, T, H]` or `[H]` natural log decay (<= 0), or None for no decay.
       scale: Python float, factor of the output.
       initial_state: `[B, H, K, V]` or None; belongs to the row's first document.
@@ -94,7 +95,19 @@ def linear_attention(
     reason = unsupported_reason(q, k, v)
     if reason is not None:
         raise NotImplementedError(reason)
-    batch, length, heads, value_dim = v.shape
+    rest = dict(scale=scale, marks=marks, v_scale=v_scale, pieces=pieces, interpret=interpret)
+    if q.shape[3] > cm.WIDEST:
+        return _by_key_parts(q, k, v, g, initial_state, rest)
+    heads, value_dim = v.shape[2:]
+    if value_dim > cm.WIDEST:
+        parts = cm.value_parts(v)
+        per_part = functools.partial(jnp.repeat, repeats=parts.shape[2] // heads, axis=-1)
+        g, rest["v_scale"] = (None if x is None else per_part(x) for x in (g, v_scale))
+        state = None if initial_state is None else cm.state_parts(initial_state)
+        o, state = linear_attention(q, k, parts, g, initial_state=state, **rest)
+        o = o.reshape(*v.shape[:3], -1)[..., :value_dim]
+        return o, cm.join_state(state, heads)[..., :value_dim]
+    batch, length = v.shape[:2]
     key_dim = q.shape[3]
     if g is None:
         g = jnp.zeros((batch, length, heads), F32)
@@ -115,14 +128,25 @@ def linear_attention(
     return o[:, :length, :, :value_dim], state[..., :key_dim, :value_dim]
 
 
+def _by_key_parts(q, k, v, g, initial_state, rest):
+    """The sum over parts of the keys' channels: outputs are linear in them, states apart."""
+    o, states = 0.0, []
+    for first in range(0, q.shape[3], cm.WIDEST):
+        part = slice(first, first + cm.WIDEST)
+        state = None if initial_state is None else initial_state[:, :, part]
+        more, state = linear_attention(
+            q[..., part], k[..., part], v, g, initial_state=state, **rest
+        )
+        o, states = o + more.astype(F32), [*states, state]
+    return o.astype(v.dtype), jnp.concatenate(states, axis=2)
+
+
 def unsupported_reason(q, k, v):
     """Why the kernels cannot run these shapes and dtypes, or None."""
     if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"q, k, v must share bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}"
     if q.shape != k.shape or q.shape[:2] != v.shape[:2] or v.shape[2] % q.shape[2]:
         return f"incompatible shapes q {q.shape}, k {k.shape}, v {v.shape}"
-    if max(q.shape[3], v.shape[3]) > max(cm.HEAD_DIMS):
-        return f"head sizes may be at most 128, got K = {q.shape[3]}, V = {v.shape[3]}"
     if q.shape[1] == 0:
         return "empty sequence"
     return None

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jla.kernels import limits
+from jla.kernels.sharding import per_device
 from jla.ops import segments
 from jla.ops.chunking import accumulator, product, unit_lower_inverse
 from jla.ops.decay import Decay
@@ -81,23 +82,25 @@ def gated_delta_rule(
 
 
 def _hopper(q, k, v, g, beta, scale, use_qk_l2norm, **options: Unpack[Options]):
-    from jla.kernels.gated_delta_rule import gated_delta_rule as kernel
+    from jla.kernels import gated_delta_rule as kernels
 
-    segment_ids = options.get("segment_ids")
-    if segment_ids is not None:
-        segment_ids = segments.check_segment_ids(segment_ids, v.shape[:2])
-    return kernel(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        initial_state=options.get("initial_state"),
-        marks=None if segment_ids is None else segments.token_marks(segment_ids),
-        use_qk_l2norm=use_qk_l2norm,
-        output_final_state=bool(options.get("output_final_state")),
-    )
+    def kernel(q, k, v, per_token, state, marks):
+        return kernels.gated_delta_rule(
+            q,
+            k,
+            v,
+            per_token["g"],
+            per_token["beta"],
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            initial_state=state,
+            marks=marks,
+            use_qk_l2norm=use_qk_l2norm,
+            output_final_state=bool(options.get("output_final_state")),
+        )
+
+    marks = segments.marks_or_none(options.get("segment_ids"), v)
+    gates = dict(g=g, beta=beta)
+    return per_device(kernel, q, k, v, gates, options.get("initial_state"), marks)
 
 
 def delta_rule(q, k, v, beta, **options):

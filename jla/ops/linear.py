@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jla.kernels import limits
+from jla.kernels.sharding import per_device
 from jla.ops import segments
 from jla.ops.chunking import accumulator
 from jla.ops.decay import Decay
@@ -64,22 +65,24 @@ def simple_gla(
 
 def on_hopper(q, k, v, g, *, scale=None, weights=None, **options: Unpack[Options]):
     """:func:`simple_gla` by its kernel; ``weights [B, T, H]`` are factors of the values."""
-    from jla.kernels.linear_attention import linear_attention
+    from jla.kernels import linear_attention as kernels
 
-    segment_ids = options.get("segment_ids")
-    if segment_ids is not None:
-        segment_ids = segments.check_segment_ids(segment_ids, v.shape[:2])
-    o, state = linear_attention(
-        q,
-        k,
-        v,
-        g,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        initial_state=options.get("initial_state"),
-        marks=None if segment_ids is None else segments.token_marks(segment_ids),
-        v_scale=weights,
-    )
-    return o, state if options.get("output_final_state") else None
+    def kernel(q, k, v, per_token, state, marks):
+        o, state = kernels.linear_attention(
+            q,
+            k,
+            v,
+            per_token["g"],
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            initial_state=state,
+            marks=marks,
+            v_scale=per_token["weights"],
+        )
+        return o, state if options.get("output_final_state") else None
+
+    marks = segments.marks_or_none(options.get("segment_ids"), v)
+    gates = dict(g=g, weights=weights)
+    return per_device(kernel, q, k, v, gates, options.get("initial_state"), marks)
 
 
 def gla(

@@ -79,6 +79,13 @@ def document_starts(segment_ids: jax.Array) -> jax.Array:
     return (segment_ids != 0) & (previous >= 0) & changed
 
 
+def marks_or_none(segment_ids, v: jax.Array) -> jax.Array | None:
+    """:func:`token_marks` of ids that are checked against ``v [B, T, ...]``; None of None."""
+    if segment_ids is None:
+        return None
+    return token_marks(check_segment_ids(segment_ids, v.shape[:2], like=v))
+
+
 def token_marks(segment_ids: jax.Array) -> jax.Array:
     """What kernels are told, float32 ``[B, T]``: 0 padding, 2 a document's start, 1 the rest."""
     real = (segment_ids != 0).astype(jnp.float32)

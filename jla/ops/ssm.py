@@ -23,8 +23,8 @@ from jla.kernels import limits
 from jla.ops import segments
 from jla.ops.chunking import accumulator, from_chunks, pick_chunk, to_chunks
 from jla.ops.dispatch import Choice, select
-from jla.ops.linear import SIMPLE_GLA, simple_gla
-from jla.ops.recurrence import Options, check_shapes
+from jla.ops.linear import SIMPLE_GLA, on_hopper, simple_gla
+from jla.ops.recurrence import Options, check_operands, check_shapes
 
 
 def step_sizes(
@@ -96,8 +96,13 @@ def ssd(
     )
     dt = step_sizes(dt, dt_bias, softplus=dt_softplus, limit=dt_limit)
     x = without_padding(x, options.get("segment_ids"))
-    values = (dt[..., None] * x).astype(x.dtype)
-    y, *states = simple_gla(C, B, values, dt * A, scale=1.0, **options)
+    asked = dict(impl=options.get("impl", "auto"), state_positions=options.get("state_positions"))
+    if choose_ssd(x, dt, A, B, C, **asked).impl == "mosaic":
+        check_operands(q=C, k=B, v=x, initial_state=options.get("initial_state"))
+        y, *states = on_hopper(C, B, x, dt * A, scale=1.0, weights=dt, **options)
+    else:
+        values = (dt[..., None] * x).astype(x.dtype)
+        y, *states = simple_gla(C, B, values, dt * A, scale=1.0, **options)
     if D is not None:
         y = (y + x * (D if D.ndim == 2 else D[:, None])).astype(x.dtype)
     return y, *states

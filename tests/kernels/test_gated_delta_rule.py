@@ -219,6 +219,15 @@ def test_interpreted(case, capfd, monkeypatch):
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.skipif(not interpret_shim.supported(), reason="interpreter patch is for JAX 0.11.2")
+@pytest.mark.timeout(180, method="thread")
+def test_wide_values_interpreted(monkeypatch):
+    """Values wider than the widest head, here 64, are heads of their own."""
+    monkeypatch.setattr(gdr.cm, "WIDEST", 64)
+    with interpret_shim.interpreted():
+        check(Case(length=70, heads=1, value_dim=96, documents=True))
+
+
 def specs(batch, length, heads, qk_heads, key_dim, value_dim, dtype="bfloat16"):
     def spec(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -321,6 +330,7 @@ GPU = (
     Case(**LARGE, qk_heads=4, key_dim=128, value_dim=64, gates="none", l2norm=True),
     Case(**LARGE, qk_heads=4, key_dim=64, value_dim=128, gates="hard"),
     Case(**LARGE, qk_heads=2, key_dim=80, value_dim=96, documents=True),
+    Case(**LARGE, qk_heads=2, key_dim=128, value_dim=320, documents=True, gates="mixed"),
     Case(**LARGE, qk_heads=2, key_dim=128, value_dim=128, documents=True, l2norm=True),
     Case(**LARGE, qk_heads=4, gates="mixed", l2norm=True, dtype="float16"),
     Case(length=1, heads=2, qk_heads=2, key_dim=128, value_dim=128),

@@ -17,19 +17,20 @@ def qkv(k=128, v=128, dtype=jnp.bfloat16):
 def hopper(monkeypatch):
     """A process that sees one Hopper GPU, as far as limits look."""
     monkeypatch.setattr(limits, "hopper", lambda: None)
+    monkeypatch.setattr(limits.sharding, "refusal", lambda v: None)
 
 
 def test_the_device_is_asked_last_and_named():
     if jax.default_backend() == "gpu":
         pytest.skip("here it may run")
     assert "needs a Hopper GPU" in limits.gated_delta_rule(*qkv())
-    assert "at most 128" in limits.gated_delta_rule(*qkv(256))
+    assert "at most K=128" in limits.gated_delta_rule(*qkv(256))
 
 
 @pytest.mark.parametrize(
     "args, options, reason",
     [
-        (qkv(256), {}, "head sizes may be at most 128, got K=256 and V=128"),
+        (qkv(256), {}, "head sizes may be at most K=128 and V=512, got K=256 and V=128"),
         (qkv(dtype=jnp.float32), {}, "must all be bfloat16 or float16, got float32"),
         (qkv(), dict(scale=-1.0), "scale must be above 0"),
         (qkv(), dict(state_positions=jnp.zeros((1, 1), jnp.int32)), "no state_positions"),
@@ -43,9 +44,9 @@ def test_the_gated_delta_rule_kernel_tells_what_it_lacks(hopper, args, options, 
 
 @pytest.mark.parametrize("kind", ["gated_delta_rule", "delta_rule", "simple_gla"])
 def test_auto_takes_the_kernel_where_it_can_run(hopper, kind):
-    for sizes in ((64, 64), (80, 96), (128, 128)):
+    for sizes in ((64, 64), (80, 96), (128, 512)):
         assert ops.explain(kind, *qkv(*sizes)).impl == "mosaic"
-    assert ops.explain(kind, *qkv(256)).impl == "chunk"
+    assert ops.explain(kind, *qkv(640)).impl == "chunk"
     one_token = [jax.ShapeDtypeStruct((1, 1, *x.shape[2:]), x.dtype) for x in qkv()]
     assert ops.explain(kind, *one_token).impl == "reference"
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import interpret_shim  # noqa: E402
 import offline  # noqa: E402
 
+from jla.kernels import common  # noqa: E402
 from jla.kernels.linear_attention import linear_attention  # noqa: E402
 from jla.ops import segments  # noqa: E402
 
@@ -200,6 +201,15 @@ def test_interpreted(case, capfd):
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.skipif(not interpret_shim.supported(), reason="interpreter patch is for JAX 0.11.2")
+@pytest.mark.timeout(180, method="thread")
+def test_wide_heads_interpreted(monkeypatch):
+    """Heads wider than the widest, here 64, are cut into parts."""
+    monkeypatch.setattr(common, "WIDEST", 64)
+    with interpret_shim.interpreted():
+        check(Case(length=70, heads=1, groups=1, key=80, value=96, documents=True, state=True))
+
+
 def specs(batch, length, groups, heads, key, value, dtype="bfloat16"):
     q = jax.ShapeDtypeStruct((batch, length, groups, key), dtype)
     v = jax.ShapeDtypeStruct((batch, length, heads, value), dtype)
@@ -272,9 +282,6 @@ def test_refuses():
         linear_attention(*(x.astype("float32") for x in (q, k, v)), g, scale=1.0)
     with pytest.raises(NotImplementedError, match="incompatible"):
         linear_attention(q, k, v[:, :4], g, scale=1.0)
-    with pytest.raises(NotImplementedError, match="head sizes"):
-        wide = jnp.zeros((1, 8, 2, 256), q.dtype)
-        linear_attention(wide, wide, v, g, scale=1.0)
 
 
 LARGE = dict(batch=2, length=517, heads=4, groups=4, state=True)
@@ -292,6 +299,7 @@ GPU = (
     Case(length=1111, key=128, documents=True, state=True, pieces=3),
     Case(length=4096, heads=8, groups=1, key=128, documents=True, state=True, pieces=4),
     Case(length=1, key=128, value=128, state=True),
+    Case(**LARGE | dict(groups=2), key=256, value=320, documents=True, weights=True),
     Case(length=256, gates="-20"),
     Case(length=256, gates="-1e-4", key=128, value=128),
 )
