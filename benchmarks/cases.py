@@ -35,6 +35,9 @@ C4 = dict(B=4, T=4096, H=16, D=128)
 C16 = dict(B=1, T=16384, H=16, D=128)
 W = dict(B=1, T=16384, H=16, D=128, win=1024)
 GQA = dict(B=1, T=16384, H=16, D=128, KV=4)
+E1 = dict(B=1, T=8192, C=2048)
+E8 = dict(B=8, T=2048, C=2048)
+EP = dict(B=1, T=16384, C=2048, docs=16)
 M1 = dict(B=1, T=8192, C=4096, N=16)
 M2 = dict(B=1, T=8192, H=64, D=64, N=128, G=1)
 M = dict(B=4, T=4096, H=32, D=64, N=128, G=1)
@@ -56,9 +59,9 @@ class Input(NamedTuple):
 class Op(NamedTuple):
     """How an op is benchmarked."""
 
-    kind: str  # in jla.ops.linear_attention
+    kind: str  # of jla.ops.linear_attention
     shapes: dict[str, Shape]
-    inputs: Callable[[Shape, Any], list[Input]]  # of (shape, dtype of q, k, v)
+    inputs: Callable[[Shape, Any], list[Input]]  # of (shape, dtype of the 16-bit inputs)
     options: Callable[[Shape], dict[str, Any]]
     flops: Callable[[Shape], float]  # forward; the backward is counted as 2.5 times that
 
@@ -175,6 +178,21 @@ def _ssm_flops(p):
     return p["B"] * p["T"] * p["H"] * per_token
 
 
+def _conv_inputs(p, dtype):
+    taps = Input("kernel", (4, p["C"]), "normal", jnp.float32)
+    return [Input("x", (p["B"], p["T"], p["C"]), "normal", dtype), taps]
+
+
+def _norm_inputs(p, dtype):
+    scale = Input("scale", (p["D"],), "normal", jnp.float32)
+    full = (p["B"], p["T"], p["H"], p["D"])
+    return [Input("x", full, "normal", dtype), Input("gate", full, "normal", dtype), scale]
+
+
+def _few_flops(p):
+    return 0.0
+
+
 def _no_options(p):
     return {}
 
@@ -260,6 +278,14 @@ OPS = {
         lambda p: dict(window_size=p.get("win")),
         _attention_flops,
     ),
+    "conv": Op(
+        "causal_conv1d",
+        dict(E1=E1, E8=E8, EP=EP),
+        _conv_inputs,
+        lambda p: dict(activation="silu"),
+        _few_flops,
+    ),
+    "norm_gate": Op("rms_norm", dict(E8=B), _norm_inputs, _no_options, _few_flops),
 }
 CASES = {case.id: case for op, row in OPS.items() for case in (Case(op, tag) for tag in row.shapes)}
 
@@ -314,12 +340,17 @@ def segment_ids(p: Shape) -> jax.Array | None:
     return jnp.broadcast_to(row, (p["B"], p["T"]))
 
 
+def _packing(p: Shape) -> dict[str, jax.Array]:
+    ids = segment_ids(p)
+    return {} if ids is None else dict(segment_ids=ids)
+
+
 def functions(op: str, p: Shape, impl: str = "auto"):
     """``forward(inputs) -> o`` and ``both(inputs, cotangent) -> (o, gradients)``, not jitted."""
-    row, ids = OPS[op], segment_ids(p)
+    row, packing = OPS[op], _packing(p)
 
     def forward(inputs):
-        out = ops.linear_attention(row.kind, **inputs, segment_ids=ids, impl=impl, **row.options(p))
+        out = ops.linear_attention(row.kind, **inputs, **packing, impl=impl, **row.options(p))
         return out[0] if isinstance(out, tuple) else out
 
     def both(inputs, cotangent):
@@ -335,7 +366,7 @@ def explain(op: str, p: Shape, impl: str = "auto", dtype=jnp.bfloat16) -> ops.Ch
     specs = {
         spec.name: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in row.inputs(p, dtype)
     }
-    return ops.explain(row.kind, **specs, segment_ids=segment_ids(p), impl=impl, **row.options(p))
+    return ops.explain(row.kind, **specs, **_packing(p), impl=impl, **row.options(p))
 
 
 def floors(op: str, p: Shape) -> tuple[float, float]:

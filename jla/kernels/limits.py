@@ -47,3 +47,33 @@ def hopper() -> str | None:
     if devices[0].compute_capability != HOPPER:
         return f"needs compute capability {HOPPER}, got {devices[0].compute_capability}"
     return None
+
+
+def short_conv(x, kernel) -> str | None:
+    """Limit of ``jla.kernels.short_conv`` for ``x [B, T, D]`` and ``kernel [W, D]``."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"x must be bfloat16 or float16, got {x.dtype}"
+    if kernel.shape[0] not in (2, 3, 4):
+        return f"it has 2, 3 or 4 taps, got {kernel.shape[0]}"
+    if x.shape[2] % 128:
+        return f"D must be a multiple of 128, got {x.shape[2]}"
+    return hopper()
+
+
+def gated_norm(
+    x, *, gate=None, activation="swish", eps=1e-5, norm_before_gate=True, group_size=None
+) -> str | None:
+    """Limit of ``jla.kernels.gated_norm`` for ``x`` and ``gate [..., D]``."""
+    if gate is None:
+        return "it is for gated norms, there is no gate"
+    if not norm_before_gate or group_size not in (None, x.shape[-1]):
+        return "it normalises all of D, before the gate"
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or gate.dtype != x.dtype:
+        return f"x and gate must both be bfloat16 or float16, got {x.dtype}, {gate.dtype}"
+    if gate.shape != x.shape or x.shape[-1] not in (64, 128, 256):
+        return f"x and gate must agree and D be 64, 128 or 256, got {x.shape}, {gate.shape}"
+    if activation not in ("swish", "silu", "sigmoid"):
+        return f"the gate's activation must be swish, silu or sigmoid, got {activation!r}"
+    if not eps > 0:
+        return f"eps must be above 0, got {eps}"
+    return hopper()

@@ -7,7 +7,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jla.kernels import limits
 from jla.ops import segments
+from jla.ops.dispatch import Choice, select
 
 ACTIVATIONS = {None: lambda x: x, "silu": jax.nn.silu, "swish": jax.nn.silu}
 
@@ -21,6 +23,7 @@ def causal_conv1d(
     segment_ids: jax.Array | None = None,
     initial_state: jax.Array | None = None,
     output_final_state: bool = False,
+    impl: str = "auto",
 ) -> tuple[jax.Array, jax.Array | None]:
     """Each channel is filtered by its own taps, over the last W real tokens of its document.
 
@@ -36,6 +39,7 @@ def causal_conv1d(
         initial_state: ``[B, W-1, D]``, the last inputs of the row's first document, oldest first,
             zeros where it is shorter; zeros if None.
         output_final_state: also return the window after the row's last real token.
+        impl: ``"auto"``, ``"reference"`` or ``"mosaic"`` (Hopper kernel).
 
     Returns:
         ``y [B, T, D]`` in x's dtype, 0 at padding, and the window ``[B, W-1, D]`` in x's dtype (or
@@ -43,29 +47,53 @@ def causal_conv1d(
 
     Raises:
         ValueError: shapes that disagree, or an unknown activation.
+        ImplUnavailable: the named impl cannot run this call.
     """
     _check(x, kernel, bias, activation, initial_state)
     if segment_ids is not None:
         segment_ids = segments.check_segment_ids(segment_ids, x.shape[:2], x)
-    y, state = _convolve(x, kernel, bias, segment_ids, initial_state, activation=activation)
-    return y, state if output_final_state else None
+    past = kernel.shape[0] - 1
+    if initial_state is None:
+        initial_state = jnp.zeros_like(x[:, :1]).repeat(past, axis=1)
+    initial_state = initial_state.astype(x.dtype)
+    run = _on_hopper if choose(x, kernel, impl=impl).impl == "mosaic" else _convolve
+    return run(
+        x, kernel, bias, segment_ids, initial_state,
+        activation=activation, output_final_state=output_final_state,
+    )  # fmt: skip
+
+
+def choose(x, kernel, *_, impl: str = "auto", **__) -> Choice:
+    """Which implementation a call runs; decided from static facts only."""
+    offers = {"reference": None, "mosaic": limits.short_conv(x, kernel)}
+    # The kernel runs when named, until its GPU tests have passed on the version here.
+    return select("causal_conv1d", impl, offers, ("reference",))
 
 
 # Compiled as one, so that calls outside of jit do not run operation by operation.
-@partial(jax.jit, static_argnames="activation")
-def _convolve(x, kernel, bias, segment_ids, initial_state, *, activation):
+_jit = partial(jax.jit, static_argnames=("activation", "output_final_state"))
+
+
+@_jit
+def _on_hopper(x, kernel, bias, segment_ids, state, *, activation, output_final_state):
+    from jla.kernels.short_conv import short_conv
+
+    y = short_conv(
+        x, kernel, bias, silu=activation is not None, segment_ids=segment_ids, initial_state=state
+    )
+    return y, _final_window(x, state, segment_ids) if output_final_state else None
+
+
+@_jit
+def _convolve(x, kernel, bias, segment_ids, state, *, activation, output_final_state):
     length, width = x.shape[1], kernel.shape[0]
     if segment_ids is not None:
         x = jnp.where((segment_ids != 0)[..., None], x, 0)
-    past = width - 1
-    if initial_state is None:
-        initial_state = jnp.zeros_like(x[:, :1]).repeat(past, axis=1)
-    window = jnp.concatenate([initial_state.astype(x.dtype), x], axis=1)
+    window = jnp.concatenate([state, x], axis=1)
     if segment_ids is None:
         taps = [window[:, i : i + length] for i in range(width)]
-        state = window[:, length:]
     else:
-        taps, state = _packed_taps(window, segment_ids, width)
+        taps = _packed_taps(window, segment_ids, width)
     filters = kernel.astype(jnp.float32)
     y = sum(tap.astype(jnp.float32) * filters[i] for i, tap in enumerate(taps))
     if bias is not None:
@@ -73,7 +101,7 @@ def _convolve(x, kernel, bias, segment_ids, initial_state, *, activation):
     y = ACTIVATIONS[activation](y).astype(x.dtype)
     if segment_ids is not None:
         y = jnp.where((segment_ids != 0)[..., None], y, 0)
-    return y, state
+    return y, _final_window(x, state, segment_ids) if output_final_state else None
 
 
 def token_shift(
@@ -138,24 +166,47 @@ def _check(x, kernel, bias, activation, initial_state):
 
 
 def _packed_taps(window, segment_ids, width):
-    """The W tap inputs ``[B, T, D]``, oldest first, and the final window, of a packed row.
-
-    The window before the row counts as real tokens of its first document, so one rule serves both.
-    """
+    """The W tap inputs ``[B, T, D]`` of a packed row, oldest first."""
     past = width - 1
-    first = jnp.argmax(segment_ids != 0, axis=1)[:, None]
-    opening = jnp.maximum(segments.take_time(segment_ids, first), 1)
-    ids = jnp.concatenate([jnp.repeat(opening, past, axis=1), segment_ids], axis=1)
+    ids = _with_past(segment_ids, past)
     back, ahead = segments.previous_real(ids), segments.next_real(ids)
     position = segments.document_positions(ids)
     taps, shifted = [window], window
     for _ in range(past):
         shifted = _shift(shifted, back, ahead, position)
         taps.append(shifted)
-    last = jnp.max(segments._real_indices(ids, -1), axis=1, keepdims=True)
-    state = [segments.take_time(tap, last) for tap in taps[past - 1 :: -1]] if past else []
-    state = jnp.concatenate(state, axis=1) if past else window[:, :0]
-    return [tap[:, past:] for tap in reversed(taps)], state
+    return [tap[:, past:] for tap in reversed(taps)]
+
+
+def _with_past(segment_ids, past):
+    """Ids of the row with its window in front: real tokens of the row's first document."""
+    first = jnp.argmax(segment_ids != 0, axis=1)[:, None]
+    opening = jnp.maximum(segments.take_time(segment_ids, first), 1)
+    return jnp.concatenate([jnp.repeat(opening, past, axis=1), segment_ids], axis=1)
+
+
+def _final_window(x, state, segment_ids):
+    """The last W - 1 real tokens of the last document, zeros where it is shorter."""
+    length, past = x.shape[1], state.shape[1]
+    if segment_ids is None:
+        recent = x[:, max(0, length - past) :]
+        return jnp.concatenate([state[:, min(length, past) :], recent], axis=1)
+    if not past:
+        return state
+    ids = _with_past(segment_ids, past)
+    back, position = segments.previous_real(ids), segments.document_positions(ids)
+    index = jnp.max(segments._real_indices(ids, -1), axis=1, keepdims=True)
+    rows, inside = [], jnp.ones_like(index, bool)
+    for _ in range(past):
+        row = jnp.where(
+            (index < past)[..., None],
+            segments.take_time(state, index),
+            segments.take_time(x, index - past),
+        )
+        rows.insert(0, jnp.where(inside[..., None], row, 0))
+        inside = inside & (segments.take_time(position, index) > 0)
+        index = segments.take_time(back, index)
+    return jnp.concatenate(rows, axis=1)
 
 
 @jax.custom_vjp

@@ -17,6 +17,7 @@ _pins: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
     "jla_impl", default=types.MappingProxyType({})
 )
 _EVERY = "*"
+IMPLS = ("auto", "chunk", "cudnn", "mosaic", "reference")
 
 
 class ImplUnavailable(NotImplementedError):
@@ -60,7 +61,8 @@ def select(op: str, impl: str, offers: Mapping[str, str | None], order: tuple[st
     why = "named by the caller"
     if impl == "auto":
         pins = _pins.get()
-        impl = pins.get(op, pins.get(_EVERY, "auto"))
+        everywhere = pins.get(_EVERY, "auto")
+        impl = pins.get(op, everywhere if everywhere in offers else "auto")
         why = "pinned by use_impl"
     refused = {name: reason for name, reason in offers.items() if reason is not None}
     if impl == "auto":
@@ -77,13 +79,16 @@ def select(op: str, impl: str, offers: Mapping[str, str | None], order: tuple[st
 def use_impl(impl: str | None = None, /, **per_op: str) -> Iterator[None]:
     """Pins the implementation of every call that says ``impl="auto"``.
 
-    ``use_impl("reference")`` pins every op, ``use_impl(gated_delta_rule="chunk")`` one of them. The
-    pin acts where an op is *traced*: a function that ``jax.jit`` compiled outside keeps what it was
-    compiled with.
+    ``use_impl("reference")`` pins every op that has a ``"reference"`` (a norm, say, has no
+    ``"chunk"``), ``use_impl(gated_delta_rule="chunk")`` one of them. The pin acts where an op is
+    *traced*: a function that ``jax.jit`` compiled outside keeps what it was compiled with.
 
     Raises:
         TypeError: neither an implementation nor an op is named.
+        ValueError: no op has ``impl``.
     """
+    if impl not in (None, *IMPLS):
+        raise ValueError(f"impl must be one of {list(IMPLS)}, got {impl!r}")
     if impl is None and not per_op:
         raise TypeError("use_impl needs an implementation, or op=implementation pairs")
     everywhere = {} if impl is None else {_EVERY: impl}

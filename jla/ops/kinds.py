@@ -1,4 +1,4 @@
-"""One door to every recurrence by name, and the explanation of what runs."""
+"""One door to every op that has implementations by name, and the explanation of what runs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from jla.ops import (
     constant_decay,
+    conv,
     delta,
     dplr,
     gated_sum,
     linear,
+    norm,
     slots,
     softmax,
     ssm,
@@ -34,6 +36,7 @@ def _choose_rwkv7(r, w, k, v, *args, **options) -> Choice:
 
 KINDS = {
     "attention": _Kind(softmax.attention, softmax.choose),
+    "causal_conv1d": _Kind(conv.causal_conv1d, conv.choose),
     "delta_rule": _Kind(delta.delta_rule, delta.GATED_DELTA_RULE.choose),
     "dplr_delta_rule": _Kind(dplr.dplr_delta_rule, dplr.DPLR.choose),
     "gated_delta_product": _Kind(delta.gated_delta_product, delta.GATED_DELTA_RULE.choose),
@@ -48,6 +51,7 @@ KINDS = {
     "linear_attn": _Kind(constant_decay.linear_attn, constant_decay.choose_linear_attn),
     "mamba3": _Kind(trapezoidal.mamba3, trapezoidal.choose_mamba3),
     "retention": _Kind(constant_decay.retention, linear.SIMPLE_GLA.choose),
+    "rms_norm": _Kind(norm.rms_norm, norm.choose),
     "rwkv6": _Kind(linear.rwkv6, _choose_rwkv6),
     "rwkv7": _Kind(dplr.rwkv7, _choose_rwkv7),
     "selective_scan": _Kind(ssm.selective_scan, ssm.choose_selective_scan),

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jla.kernels import limits
 from jla.ops.activation import ACTIVATIONS
+from jla.ops.dispatch import Choice, select
 
 # The gates of FLA's fused norm; the norm here takes any of ACTIVATIONS.
 GATES = ("swish", "silu", "sigmoid")
@@ -69,6 +71,7 @@ def rms_norm(
     norm_before_gate: bool = True,
     group_size: int | None = None,
     eps: float = 1e-5,
+    impl: str = "auto",
 ) -> jax.Array:
     """``x / sqrt(mean(x^2) + eps) * scale``, times ``act(gate)`` if a gate is given.
 
@@ -80,10 +83,22 @@ def rms_norm(
         norm_before_gate: normalise x, then gate it; else normalise the gated x.
         group_size: features that are normalised together, a divisor of D; all if None.
         eps: added to the mean square.
+        impl: ``"auto"``, ``"reference"`` or, gated, ``"mosaic"`` (Hopper kernel).
 
     Returns:
         ``[..., D]`` in x's dtype; everything before the last cast is float32.
+
+    Raises:
+        ImplUnavailable: the named impl cannot run this call.
     """
+    # Without a gate XLA does as well, and an impl pinned for all ops does not mean this.
+    if gate is not None or impl != "auto":
+        facts = dict(gate=gate, activation=activation, eps=eps)
+        ways = dict(norm_before_gate=norm_before_gate, group_size=group_size)
+        if choose(x, scale, impl=impl, **facts, **ways).impl == "mosaic":
+            from jla.kernels.gated_norm import gated_norm
+
+            return gated_norm(x, scale, **facts)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     factor = 1 if gate is None else ACTIVATIONS[activation](gate.astype(wide.dtype))
     wide = wide if norm_before_gate else wide * factor
@@ -93,3 +108,10 @@ def rms_norm(
     if scale is not None:
         y = y * scale.astype(wide.dtype)
     return (y * factor if norm_before_gate else y).astype(x.dtype)
+
+
+def choose(x, scale=None, *, impl: str = "auto", **facts) -> Choice:
+    """Which implementation of :func:`rms_norm` a call runs; decided from static facts only."""
+    refusal = limits.gated_norm(x, **facts)
+    # The kernel runs when named, until its GPU tests have passed on the version here.
+    return select("rms_norm", impl, {"reference": None, "mosaic": refusal}, ("reference",))

@@ -53,6 +53,10 @@ def test_pins_nest_end_and_are_weaker_than_a_name():
     assert pick() == "chunk"
     with use_impl("mosaic"), pytest.raises(ImplUnavailable, match="no such device"):
         pick()
+    with use_impl("cudnn"):
+        assert pick() == "chunk", "a pin for all ops leaves those alone that do not know it"
+    with pytest.raises(ValueError, match="impl must be one of"), use_impl("fast"):
+        pass
     with pytest.raises(TypeError, match="use_impl needs an implementation"), use_impl():
         pass
 
