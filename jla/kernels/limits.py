@@ -57,7 +57,7 @@ def short_conv(x, kernel) -> str | None:
         return f"it has 2, 3 or 4 taps, got {kernel.shape[0]}"
     if x.shape[2] % 128:
         return f"D must be a multiple of 128, got {x.shape[2]}"
-    return hopper()
+    return hopper() or sharding.several()
 
 
 def gated_norm(
@@ -76,4 +76,4 @@ def gated_norm(
         return f"the gate's activation must be swish, silu or sigmoid, got {activation!r}"
     if not eps > 0:
         return f"eps must be above 0, got {eps}"
-    return hopper()
+    return hopper() or sharding.several()
