@@ -23,9 +23,15 @@ from jla.layers import (
     GatedDeltaNet,
     GatedDeltaNet2,
     GatedDeltaProduct,
+    GatedLinearAttention,
+    GatedSlotAttention,
+    HGRN2Attention,
+    HGRNAttention,
+    LinearAttention,
     Mamba,
     Mamba2,
     Mamba3,
+    MultiScaleRetention,
     RWKV6Attention,
     RWKV7Attention,
     TokenMixer,
@@ -91,6 +97,11 @@ _rwkv7 = partial(
     norm_eps=1e-3,
     num_hidden_layers=3,
 )
+_shared = dict(hidden_size=HIDDEN, num_heads=6, num_kv_heads=3)
+_gla = partial(GatedLinearAttention, hidden_size=HIDDEN)
+_retention = partial(MultiScaleRetention, hidden_size=HIDDEN)
+_slots = partial(GatedSlotAttention, hidden_size=HIDDEN)
+_linear = partial(LinearAttention, hidden_size=HIDDEN)
 _softmax = partial(Mixer, other_impl="chunk", meaningful=filled_slots)
 
 MIXERS: dict[str, Mixer] = {
@@ -164,6 +175,62 @@ MIXERS: dict[str, Mixer] = {
             num_householder=3,
         ),
         variant=True,
+    ),
+    "gla": Mixer(
+        partial(GatedLinearAttention, **_shared, expand_k=1.0, expand_v=1.5, use_short_conv=True)
+    ),
+    "gla-plain": Mixer(
+        partial(
+            _gla,
+            num_heads=3,
+            feature_map="relu",
+            use_output_gate=False,
+            elementwise_affine=False,
+            clamp_min=-0.05,
+        ),
+        variant=True,
+    ),
+    "retention": Mixer(partial(MultiScaleRetention, **_shared, use_short_conv=True)),
+    "retention-plain": Mixer(
+        partial(_retention, num_heads=3, expand_v=0.5, feature_map="gelu", gate_fn="gelu"),
+        variant=True,
+    ),
+    "hgrn2": Mixer(
+        partial(HGRN2Attention, hidden_size=HIDDEN, expand_ratio=7, use_short_conv=True)
+    ),
+    "hgrn2-plain": Mixer(
+        partial(HGRN2Attention, hidden_size=HIDDEN, num_heads=3, expand_ratio=None), variant=True
+    ),
+    "hgrn": Mixer(partial(HGRNAttention, hidden_size=HIDDEN, expand_ratio=2, use_short_conv=True)),
+    "hgrn-plain": Mixer(
+        partial(HGRNAttention, hidden_size=HIDDEN, elementwise_affine=False), variant=True
+    ),
+    "gsa": Mixer(
+        partial(GatedSlotAttention, **_shared, expand_k=1.5, num_slots=5, use_short_conv=True)
+    ),
+    "gsa-plain": Mixer(partial(_slots, num_heads=3, feature_map="t2r", scale=None), variant=True),
+    "linear_attn": Mixer(
+        partial(
+            LinearAttention,
+            **_shared,
+            expand_v=1.5,
+            feature_map="hedgehog",
+            do_feature_map_norm=True,
+        )
+    ),
+    "linear_attn-dpfp": Mixer(
+        partial(
+            _linear,
+            num_heads=3,
+            feature_map="dpfp",
+            output_norm="identity",
+            norm_q=True,
+            norm_k=True,
+        ),
+        variant=True,
+    ),
+    "linear_attn-tied": Mixer(
+        partial(_linear, num_heads=3, expand_k=0.5, tie_feature_map_qk=True), variant=True
     ),
     "attention": _softmax(partial(_attention, num_heads=6, num_kv_heads=3, qkv_bias=True)),
     "attention-window": _softmax(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from flax import nnx
 
-from jla.layers import GatedDeltaNet, RWKV7Attention
+from jla.layers import GatedDeltaNet, LinearAttention, RWKV7Attention
 from jla.layers.rwkv7 import STREAMS
 from jla.models import Mamba2Model, Mamba3Model, MambaModel
 from jla.nn import GatedRMSNorm, GroupNorm, LayerNorm, RMSNorm, ShortConvolution
@@ -90,6 +90,12 @@ LEGACY: dict[type[nnx.Module], dict[str, Today]] = {
     Mamba2Model: {"embedding.weight": "embeddings.weight"},
     Mamba3Model: {"embedding.weight": "embeddings.weight"},
     RWKV7Attention: {"x_x": tuple(f"x_{name}" for name in STREAMS)},
+    # A tied feature map stands in torch's state dicts under both names.
+    LinearAttention: {
+        f"feature_map_k.{layer}.{leaf}": None
+        for layer in ("layer", "layer1", "layer2")
+        for leaf in ("weight", "bias")
+    },
 }
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 from jla.layers import heads
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import head_norm, init, short_convolution
+from jla.nn.check import check_choice
 from jla.ops import delta_rule, l1_norm
 from jla.ops.gates import write_strength
 
@@ -89,8 +90,8 @@ class DeltaNet(TokenMixer):
     ):
         hidden_size = hidden_size if d_model is None else d_model
         heads.check_mode(mode)
-        heads.check_choice("qk_activation", qk_activation, QK_ACTIVATIONS)
-        heads.check_choice("qk_norm", qk_norm, QK_NORMS)
+        check_choice("qk_activation", qk_activation, QK_ACTIVATIONS)
+        check_choice("qk_norm", qk_norm, QK_NORMS)
         self.head_dim = _head_size("expand_k", expand_k, hidden_size, num_heads)
         self.head_v_dim = _head_size("expand_v", expand_v, hidden_size, num_heads)
         self.hidden_size, self.mode, self.impl = hidden_size, mode, impl

@@ -7,7 +7,7 @@ them there, instead of a submodule that would hold them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from jla.layers.mixer import Cache
-from jla.nn import GatedRMSNorm, ShortConvolution, convolve, new_windows
+from jla.nn import GatedRMSNorm, ShortConvolution, convolve, head_norm, new_windows
+from jla.nn.check import check_choice
 from jla.ops import Options
+from jla.ops.activation import ACTIVATIONS
 
 
 def check_heads(head_dim: int, expand_v: float, num_heads: int, num_v_heads: int) -> int:
@@ -32,13 +34,34 @@ def check_heads(head_dim: int, expand_v: float, num_heads: int, num_v_heads: int
     return round(value)
 
 
-def check_choice(name: str, given: str, accepted: Iterable[str]) -> None:
-    """Raises unless ``given`` is one of the ``accepted``."""
-    if given not in accepted:
-        raise ValueError(f"{name} must be {' or '.join(map(repr, accepted))}, got {given!r}")
+check_mode = partial(check_choice, "mode", allowed=("chunk", "fused_recurrent"))
 
 
-check_mode = partial(check_choice, "mode", accepted=("chunk", "fused_recurrent"))
+def share_width(
+    hidden_size: int, expand_k: float, expand_v: float, num_heads: int, num_kv_heads: int
+) -> tuple[int, int]:
+    """The sizes ``(K, V)`` of heads that share ``hidden_size * expand`` channels.
+
+    Heads of q must be a multiple of those of k and v.
+    """
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads=} must be a multiple of {num_kv_heads=}")
+    sizes = []
+    for name, expand in {"expand_k": expand_k, "expand_v": expand_v}.items():
+        width = round(hidden_size * expand)
+        if not math.isclose(hidden_size * expand, width) or width % num_heads or width < 1:
+            raise ValueError(
+                f"{name}={expand} times hidden_size={hidden_size} must be a positive multiple of "
+                f"num_heads={num_heads}, got {hidden_size * expand}"
+            )
+        sizes.append(width // num_heads)
+    return sizes[0], sizes[1]
+
+
+def grouped_widths(mixer: Any) -> dict[str, int]:
+    """Of q, k and v over all heads, where several heads of q share one of k and v."""
+    queries, keys = mixer.num_heads, mixer.num_kv_heads
+    return dict(q=queries * mixer.head_dim, k=keys * mixer.head_dim, v=keys * mixer.head_v_dim)
 
 
 def add_qkv(
@@ -52,7 +75,7 @@ def add_qkv(
 
     Args:
         mixer: has ``hidden_size``.
-        widths: of q, k and v over all heads.
+        widths: of q, k and v, or other streams of one letter, over all heads.
         linear: what :func:`jla.nn.init.linear` made.
         convolution: what :func:`jla.nn.short_convolution` made, or None.
         bare: streams whose convolution applies no SiLU.
@@ -71,16 +94,14 @@ def project_qkv(
     segment_ids: jax.Array | None,
     cache: Cache | None,
     qk_activation: Callable = jax.nn.silu,
+    v_activation: Callable = jax.nn.silu,
 ):
     """``q, k [B, T, H, K]``, ``v [B, T, Hv, V]`` of ``x [B, T, D]``, and the windows after it.
 
-    What no convolution has activated gets ``qk_activation``, values SiLU.
+    What no convolution has activated gets ``qk_activation`` and ``v_activation``.
     """
-    streams = {name: getattr(mixer, f"{name}_proj")(x) for name in "qkv"}
-    convs, windows = _convolutions(mixer), None
-    if convs:
-        before = None if cache is None else cache["conv_state"]
-        streams, windows = convolve(convs, streams, segment_ids=segment_ids, windows=before)
+    streams, windows = project(mixer, x, "qkv", segment_ids, cache)
+    convs = _convolutions(mixer)
 
     def heads(name, activation, size):
         activated = name in convs and convs[name].activation is not None
@@ -88,12 +109,25 @@ def project_qkv(
         return rearrange(y, "b t (h d) -> b t h d", d=size)
 
     q, k = (heads(name, qk_activation, mixer.head_dim) for name in "qk")
-    return q, k, heads("v", jax.nn.silu, mixer.head_v_dim), windows
+    return q, k, heads("v", v_activation, mixer.head_v_dim), windows
+
+
+def project(
+    mixer: Any, x: jax.Array, names: str, segment_ids: jax.Array | None, cache: Cache | None
+):
+    """Streams ``[B, T, width]`` by their letters, filtered over time where the mixer has
+    convolutions, and the windows after them."""
+    streams = {name: getattr(mixer, f"{name}_proj")(x) for name in names}
+    convs = _convolutions(mixer)
+    if not convs:
+        return streams, None
+    before = None if cache is None else cache["conv_state"]
+    return convolve(convs, streams, segment_ids=segment_ids, windows=before)
 
 
 def _convolutions(mixer) -> dict[str, ShortConvolution]:
-    names = "qkv" if mixer.use_short_conv else ""
-    return {name: getattr(mixer, f"{name}_conv1d") for name in names}
+    found = {name: value for name, value in vars(mixer).items() if name.endswith("_conv1d")}
+    return {name.removesuffix("_conv1d"): convolution for name, convolution in found.items()}
 
 
 def op_options(mixer: Any, segment_ids: jax.Array | None, cache: Cache | None) -> Options:
@@ -115,7 +149,43 @@ def read_out(mixer: Any, x: jax.Array, o: jax.Array) -> jax.Array:
     return mixer.o_proj(o.reshape(*x.shape[:2], -1))
 
 
-def cache_after(state: jax.Array | None, windows) -> Cache | None:
+def add_gated_output(
+    mixer: Any,
+    linear: Callable,
+    *,
+    gate_fn: str,
+    use_output_gate: bool,
+    fuse_norm: bool,
+    norm_eps: float,
+    elementwise_affine: bool | None,
+    param_dtype,
+) -> None:
+    """Gives ``mixer`` what :func:`read_out` needs, by the options of FLA's GLA and RetNet.
+
+    Their checkpoints name the norm by the kernel that FLA takes: ``mixer.fused_norm`` tells
+    :func:`gated_output_names`.
+    """
+    width = mixer.num_heads * mixer.head_v_dim
+    if use_output_gate:
+        mixer.g_proj = linear(mixer.hidden_size, width)
+    mixer.o_norm = head_norm(
+        mixer.head_v_dim,
+        gate_fn if use_output_gate else None,
+        norm_eps,
+        param_dtype,
+        elementwise_affine=bool(elementwise_affine),
+        allowed=ACTIVATIONS,
+    )
+    mixer.fused_norm = gate_fn == "swish" and fuse_norm and use_output_gate
+    mixer.o_proj = linear(width, mixer.hidden_size)
+
+
+def gated_output_names(mixer: Any) -> dict[str, str]:
+    """``checkpoint_names`` of a mixer with :func:`add_gated_output`."""
+    return {"o_norm": "g_norm_swish_gate" if mixer.fused_norm else "g_norm"}
+
+
+def cache_after(state: Any, windows) -> Cache | None:
     """The mixer's cache after a call, None where none was asked for."""
     if state is None:
         return None
@@ -125,6 +195,10 @@ def cache_after(state: jax.Array | None, windows) -> Cache | None:
 def new_cache(mixer: Any, batch_size: int, dtype) -> Cache:
     """Zeros: the state ``[B, Hv, K, V]`` float32 and the windows ``[B, W-1, D]`` of q, k and v."""
     shape = (batch_size, mixer.num_v_heads, mixer.head_dim, mixer.head_v_dim)
+    return cache_after(jnp.zeros(shape, jnp.float32), empty_windows(mixer, batch_size, dtype))
+
+
+def empty_windows(mixer: Any, batch_size: int, dtype):
+    """The windows of the mixer's convolutions before any token, None if it has none."""
     convs = _convolutions(mixer)
-    windows = new_windows(convs, batch_size, dtype) if convs else None
-    return cache_after(jnp.zeros(shape, jnp.float32), windows)
+    return new_windows(convs, batch_size, dtype) if convs else None

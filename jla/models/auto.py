@@ -11,10 +11,16 @@ from jla.models.config import Config
 from jla.models.delta_net import DeltaNetForCausalLM
 from jla.models.gated_deltanet import GatedDeltaNetForCausalLM
 from jla.models.gated_deltaproduct import GatedDeltaProductForCausalLM
+from jla.models.gla import GLAForCausalLM
+from jla.models.gsa import GSAForCausalLM
+from jla.models.hgrn import HGRNForCausalLM
+from jla.models.hgrn2 import HGRN2ForCausalLM
 from jla.models.kda import KDAForCausalLM
+from jla.models.linear_attn import LinearAttentionForCausalLM
 from jla.models.mamba import MambaForCausalLM
 from jla.models.mamba2 import Mamba2ForCausalLM
 from jla.models.mamba3 import Mamba3ForCausalLM
+from jla.models.retnet import RetNetForCausalLM
 from jla.models.rwkv6 import RWKV6ForCausalLM
 from jla.models.rwkv7 import RWKV7ForCausalLM
 from jla.models.samba import SambaForCausalLM
@@ -31,6 +37,12 @@ MODELS: dict[str, type[CausalLM]] = {
     "samba": SambaForCausalLM,
     "rwkv6": RWKV6ForCausalLM,
     "rwkv7": RWKV7ForCausalLM,
+    "gla": GLAForCausalLM,
+    "retnet": RetNetForCausalLM,
+    "hgrn2": HGRN2ForCausalLM,
+    "hgrn": HGRNForCausalLM,
+    "gsa": GSAForCausalLM,
+    "linear_attn": LinearAttentionForCausalLM,
     "transformer": TransformerForCausalLM,
 }
 

@@ -8,5 +8,9 @@ from typing import Any
 
 def check_choice(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raises ValueError, naming the argument, unless ``value`` is one of ``allowed``."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {sorted(allowed, key=str)}, got {value!r}")
+    if value in allowed:
+        return
+    accepted = f"one of {sorted(allowed, key=str)}"
+    if len(allowed) == 2:
+        accepted = " or ".join(map(repr, allowed))
+    raise ValueError(f"{name} must be {accepted}, got {value!r}")

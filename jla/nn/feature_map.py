@@ -10,7 +10,7 @@ from flax import nnx
 
 from jla.nn import init
 from jla.nn.check import check_choice
-from jla.ops.activation import ACTIVATIONS, elu_plus_one
+from jla.ops.activation import ACTIVATIONS, elu_plus_one, identity
 
 
 class HedgehogFeatureMap(nnx.Module):
@@ -83,13 +83,14 @@ class Pointwise(nnx.Module):
         return POINTWISE[self.name](x)
 
 
-def _identity(x: jax.Array) -> jax.Array:
-    return x
-
-
-POINTWISE = {**ACTIVATIONS, "elu": elu_plus_one, "identity": _identity}
+POINTWISE = {**ACTIVATIONS, "elu": elu_plus_one, "identity": identity}
 
 FeatureMap = HedgehogFeatureMap | T2RFeatureMap | HadamardFeatureMap | DPFPFeatureMap | Pointwise
+
+
+def count_features(name: str, head_dim: int) -> int:
+    """How many features the map called ``name`` makes of ``head_dim`` channels."""
+    return head_dim * {"hedgehog": 2, "dpfp": 2 * DPFPFeatureMap().nu}.get(name, 1)
 
 
 def feature_map(

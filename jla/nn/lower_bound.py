@@ -19,10 +19,15 @@ def log_forget_gate(f: jax.Array, lower_bound: jax.Array | None = None) -> jax.A
     """``log(b + (1 - b) sigmoid(f))`` of logits ``f [..., D]`` and bounds ``b [D]`` (None: 0).
 
     Natural log, float32; finite with finite gradients for every f, also where b is 0.
+
+    Raises:
+        ValueError: bounds of another shape than ``[D]``.
     """
     g = jax.nn.log_sigmoid(f.astype(jnp.promote_types(f.dtype, jnp.float32)))
     if lower_bound is None:
         return g
+    if lower_bound.shape != f.shape[-1:]:
+        raise ValueError(f"lower_bound must be {f.shape[-1:]}, got shape {lower_bound.shape}")
     above = jnp.log1p(-lower_bound) + g
     bounded = lower_bound > 0
     bound = jnp.log(jnp.where(bounded, lower_bound, 1))

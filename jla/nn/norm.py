@@ -35,7 +35,7 @@ class RMSNorm(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         self.num_features, self.eps = num_features, eps
-        self.scale = _scale(num_features, elementwise_affine, param_dtype)
+        self.scale: Any = _scale(num_features, elementwise_affine, param_dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., D]`` to ``[..., D]`` in x's dtype."""
@@ -76,7 +76,7 @@ class GatedRMSNorm(nnx.Module):
             raise ValueError(f"group_size={group_size} must divide {num_features=}")
         self.num_features, self.activation, self.eps = num_features, activation, eps
         self.norm_before_gate, self.group_size = norm_before_gate, group_size
-        self.scale = _scale(num_features, elementwise_affine, param_dtype)
+        self.scale: Any = _scale(num_features, elementwise_affine, param_dtype)
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         """``x`` and ``gate`` ``[..., D]`` to ``[..., D]`` in x's dtype."""

@@ -8,6 +8,11 @@ import jax
 import jax.numpy as jnp
 
 
+def identity(x: jax.Array) -> jax.Array:
+    """``x``."""
+    return x
+
+
 def squared_relu(x: jax.Array) -> jax.Array:
     """``max(x, 0)^2``."""
     return jnp.square(jax.nn.relu(x))

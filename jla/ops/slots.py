@@ -12,7 +12,7 @@ are read along K, so the gates stand on the channels that come out.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -127,5 +127,6 @@ def _check(q, k, v, s, g, initial_state):
         )
 
 
-KEYS = Recurrence("gsa", _keys_step, _keys_within)
+# Not ``Parts``, but with the same two methods.
+KEYS = Recurrence("gsa", _keys_step, cast(Any, _keys_within))
 VALUES = Recurrence("gsa", GLA.step, GLA.within)

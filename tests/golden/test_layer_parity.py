@@ -113,7 +113,7 @@ def test_saves_the_tensors_it_loaded(row):
         assert (ours[name].dtype, ours[name].tobytes()) == (tensor.dtype, tensor.tobytes()), name
 
 
-@pytest.mark.parametrize("name", ["GatedDeltaNet", "KimiDeltaAttention"])
+@pytest.mark.parametrize("name", ["GatedDeltaNet", "GatedLinearAttention", "KimiDeltaAttention"])
 def test_the_cache_is_fla_s_transposed(name):
     """S25: FLA keeps these states as [B, H, V, K], we as [B, H, K, V]; FLA's windows hold W inputs,
     of which the oldest is never read, ours the W - 1 others."""

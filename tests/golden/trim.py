@@ -33,6 +33,12 @@ PATTERNS = [
     "model/gated_deltanet__*",
     "model/gated_deltaproduct__*",
     "model/kda__*",
+    "model/gla__*",
+    "model/gsa__*",
+    "model/hgrn2__*",
+    "model/hgrn__*",
+    "model/linear_attn__*",
+    "model/retnet__*",
     "model/transformer__*",
     "model/rwkv6__*",
     "model/rwkv7__*",
@@ -52,6 +58,12 @@ PATTERNS = [
     "layer/Attention",
     "layer/RWKV6Attention",
     "layer/RWKV7Attention*",
+    "layer/GatedLinearAttention",
+    "layer/GatedSlotAttention",
+    "layer/HGRN2Attention",
+    "layer/HGRNAttention",
+    "layer/LinearAttention",
+    "layer/MultiScaleRetention",
 ]
 # FLA's finite-difference checks of itself: nothing compares with them.
 DROPPED_META = ("fd_rel_err",)

@@ -11,7 +11,19 @@ from cases import HIDDEN, rows
 from flax import nnx
 from helpers import random
 
-from jla.layers import KDA, Attention, DeltaNet, GatedDeltaNet, GatedDeltaProduct
+from jla.layers import (
+    KDA,
+    Attention,
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaProduct,
+    GatedLinearAttention,
+    GatedSlotAttention,
+    HGRN2Attention,
+    HGRNAttention,
+    LinearAttention,
+    MultiScaleRetention,
+)
 
 B, T = 3, 5
 
@@ -59,6 +71,15 @@ def test_a_bad_call_is_named(row):
 @functools.cache
 def new_caches():
     return {name: row.build(rngs=nnx.Rngs(0)).new_cache(B, 8) for name, row in cases.MIXERS.items()}
+
+
+def test_an_input_that_a_mixer_does_not_take_is_named():
+    x, bound = random(0, (B, T, HIDDEN)), np.full((2 * HIDDEN,), 0.5, np.float32)
+    assert cases.build("hgrn")(x, lower_bound=bound).shape == x.shape
+    with pytest.raises(TypeError, match="GatedDeltaNet takes nothing besides, got .'lower_bound'"):
+        cases.build("gdn")(x, lower_bound=bound)
+    with pytest.raises(TypeError, match="HGRNAttention takes .'lower_bound'. besides, got .'mode'"):
+        cases.build("hgrn")(x, mode=bound)
 
 
 @rows("bad calls")
@@ -113,6 +134,49 @@ CONSTRUCTORS = {
         GatedDeltaNet,
         dict(output_gate_activation="relu"),
         r"activation must be one of \['sigmoid', 'silu', 'swish'\], got 'relu'",
+    ),
+    "share of the width": (
+        GatedLinearAttention,
+        dict(num_heads=5),
+        "expand_k=0.5 times hidden_size=24 must be a positive multiple of num_heads=5, got 12.0",
+    ),
+    "fewer heads": (
+        LinearAttention,
+        dict(num_heads=3, num_kv_heads=2),
+        "num_heads=3 must be a multiple of num_kv_heads=2",
+    ),
+    "gla's mode": (GatedLinearAttention, dict(mode="scan"), "mode must be one of .*got 'scan'"),
+    "gate_fn": (
+        GatedLinearAttention,
+        dict(gate_fn="powlu"),
+        r"gate_fn must be one of \['exact_gelu', .*got 'powlu'",
+    ),
+    "feature map of a number": (
+        MultiScaleRetention,
+        dict(feature_map="dpfp"),
+        "feature_map must be one of .*got 'dpfp'",
+    ),
+    "odd keys": (
+        MultiScaleRetention,
+        dict(num_heads=8),
+        "rotated keys of a head must be even and at most 256, got 3",
+    ),
+    "no heads": (
+        HGRN2Attention,
+        dict(expand_ratio=None),
+        "hidden_size=24 must be a multiple of the heads .*got None",
+    ),
+    "no channels": (HGRNAttention, dict(expand_ratio=0), "must be at least 1, got expand_ratio=0"),
+    "values of slots": (GatedSlotAttention, dict(expand_v=2), "expand_v must be 1, .*got 2"),
+    "feature map": (
+        LinearAttention,
+        dict(feature_map="swish"),
+        "feature_map must be one of .*got 'swish'",
+    ),
+    "output norm": (
+        LinearAttention,
+        dict(output_norm="layernorm"),
+        "output_norm must be 'rmsnorm' or 'identity', got 'layernorm'",
     ),
     "taps": (GatedDeltaNet, dict(conv_size=0), "kernel_size must be at least 1, got 0"),
     "key width": (

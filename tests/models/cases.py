@@ -24,10 +24,16 @@ from jla.models import (
     DeltaNetConfig,
     GatedDeltaNetConfig,
     GatedDeltaProductConfig,
+    GLAConfig,
+    GSAConfig,
+    HGRN2Config,
+    HGRNConfig,
     KDAConfig,
+    LinearAttentionConfig,
     Mamba2Config,
     Mamba3Config,
     MambaConfig,
+    RetNetConfig,
     RWKV6Config,
     RWKV7Config,
     SambaConfig,
@@ -51,6 +57,7 @@ _rwkv7 = _shared | dict(
     v_low_rank_dim=3,
 )
 _rwkv6 = _shared | dict(num_heads=3, proj_low_rank_dim=4, gate_low_rank_dim=5)
+_grouped = _shared | dict(num_heads=6, num_kv_heads=3)
 _window = dict(num_heads=4, num_kv_heads=2, window_size=5)
 
 
@@ -166,6 +173,19 @@ MODELS: dict[str, Row] = {
     "rwkv6": Row(RWKV6Config(num_hidden_layers=2, **_rwkv6)),
     "rwkv6-hybrid": Row(
         RWKV6Config(num_hidden_layers=2, attn={"layers": [1], **_window}, norm_bias=False, **_rwkv6)
+    ),
+    "gla": Row(GLAConfig(num_hidden_layers=2, **_grouped, use_short_conv=True)),
+    "retnet": Row(RetNetConfig(num_hidden_layers=2, **_grouped)),
+    # Softmax attention between layers that take a lower bound.
+    "hgrn2-hybrid": Row(
+        HGRN2Config(num_hidden_layers=3, expand_ratio=8, attn={"layers": [1], **_window}, **_shared)
+    ),
+    "hgrn": Row(HGRNConfig(num_hidden_layers=2, expand_ratio=2, use_short_conv=True, **_shared)),
+    "gsa": Row(GSAConfig(num_hidden_layers=2, num_slots=5, use_short_conv=True, **_grouped)),
+    "linear_attn": Row(
+        LinearAttentionConfig(
+            num_hidden_layers=2, feature_map="elu", norm_feature_map=True, **_grouped
+        )
     ),
     "transformer": Row(
         TransformerConfig(

@@ -15,6 +15,8 @@ from jla.models import (
     DeltaNetConfig,
     GatedDeltaNetConfig,
     GatedDeltaProductConfig,
+    GSAConfig,
+    HGRN2Config,
     KDAConfig,
     Mamba2Config,
     Mamba3Config,
@@ -233,6 +235,20 @@ def test_samba_attends_in_every_other_layer():
     # FLA once saved the plan of 18 layers with any depth.
     saved = SambaConfig().to_dict() | {"num_hidden_layers": 6}
     assert SambaConfig.from_dict(saved).attn["layers"] == [1, 3, 5]
+
+
+def test_sizes_that_follow_from_each_other():
+    """HGRN2: heads from the key size or the reverse; both are written."""
+    assert HGRN2Config(hidden_size=24, num_heads=3, expand_ratio=None).expand_ratio == 8
+    assert HGRN2Config(hidden_size=24, expand_ratio=6).num_heads == 4
+    with pytest.raises(ValueError, match="num_heads or expand_ratio must be given"):
+        HGRN2Config(expand_ratio=None)
+
+
+def test_fla_s_misspelt_arguments_are_read():
+    config = GSAConfig(exapnd_k=2, exapnd_v=0.5)
+    assert (config.expand_k, config.expand_v) == (2, 0.5)
+    assert GSAConfig(expand_k=2).expand_k == 2 and "exapnd_k" not in config.to_dict()
 
 
 def test_unknown_keys_survive(tmp_path):
