@@ -166,7 +166,7 @@ def meaningful(cache):
     """A cache without what no later token can see: attention's empty slots keep old keys."""
 
     def attention(node):
-        return isinstance(node, dict) and "length" in node
+        return isinstance(node, dict) and {"k", "length"} <= node.keys()
 
     def clean(node):
         if not attention(node):
