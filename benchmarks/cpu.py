@@ -15,6 +15,7 @@ import argparse
 import datetime
 import os
 import statistics
+import sys
 from pathlib import Path
 
 import jax
@@ -30,7 +31,7 @@ IMPLS = ("reference", "chunk")
 LENGTHS = (2048, 4096, 8192)
 
 
-def speed(op: str, rounds: int = 3) -> str:
+def speed(op: str, rounds: int) -> str:
     """A row of the table of times; the implementations take turns, so that load meets both."""
     inputs = cases.make_inputs(op, SHAPE, jnp.float32)
     cotangent = cases.make_cotangent(op, SHAPE, jnp.float32)
@@ -74,20 +75,21 @@ def table(head: list[str], rows: list[str]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ops", help="comma-separated ops; all with a matrix state if not given")
+    parser.add_argument("--rounds", type=int, default=3, help="of measuring times, in turns")
     parser.add_argument("--save", action="store_true", help="append to benchmarks/RESULTS.md")
     options = parser.parse_args()
     names = options.ops.split(",") if options.ops else [op for op in cases.OPS if op != "attn"]
-    load = os.getloadavg()[0]
+    load, command = os.getloadavg()[0], " ".join(["python -m benchmarks.cpu", *sys.argv[1:]])
     times = ["ref fwd ms", "chunk fwd ms", "faster", "ref fwd+bwd ms", "chunk fwd+bwd ms", "faster"]
     sizes = [f"{impl} T={t}" for t in LENGTHS for impl in IMPLS]
     lines = [
-        f"## {datetime.date.today()}: `python -m benchmarks.cpu`",
+        f"## {datetime.date.today()}: `{command}`",
         "",
         f"{versions()}; load average before the run {load:.1f}.",
         "",
         "B1 T4096 H4 K=V=64, float32:",
         "",
-        *table(["op", *times], [speed(op) for op in names]),
+        *table(["op", *times], [speed(op, options.rounds) for op in names]),
         "",
         "MiB of temporaries of forward + backward at B1 H4 K=V=64:",
         "",

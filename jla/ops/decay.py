@@ -2,13 +2,15 @@
 
 The log decay between two tokens is the sum of the gates in between. A chunk is halved again and
 again: for a pair in different halves of a block, the decay is (from the later half's entry to the
-later token) times (from after the earlier token to the earlier half's end). Both factors are sums
+later token) times (from after the earlier token to the earlier half's end). Both factors are made
 of gates that really lie in between, so nothing is subtracted: a ``-inf`` gate makes an exact 0, a
 weak decay behind a very strong one keeps its digits, and gradients add up the same way. All
-factors are at most 1.
+factors are at most 1. Those of blocks are products of those of their halves.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +35,7 @@ class Decay:
 
     def __init__(self, g: jax.Array):
         self._g = g
-        log_upto, log_after = _sums(g)
-        self.upto, self.after = jnp.exp(log_upto), jnp.exp(log_after)
+        self.upto, self.after = _to_the_ends(g)
         self.total = self.upto[..., -1, :]
 
     def enter(self, x: jax.Array) -> jax.Array:
@@ -52,17 +53,7 @@ class Decay:
         """
         if self._g.shape[-1] == 1:
             return product("...ik,...jk->...ij", a, b, dtype) * self.between()
-        diagonal = jnp.sum(a.astype(self._g.dtype) * b.astype(self._g.dtype), axis=-1)
-
-        def corner(level, *_):
-            half = 1 << level
-            rows = _halves(a, half, 1) * jnp.exp(_sums(_halves(self._g, half, 1))[0])
-            columns = _halves(b, half, 0) * jnp.exp(_sums(_halves(self._g, half, 0))[1])
-            if half <= SMALL:
-                return jnp.sum(rows[..., :, None, :] * columns[..., None, :, :], axis=-1)
-            return product("...ik,...jk->...ij", rows, columns, dtype)
-
-        return join_blocks(diagonal[..., None, None], corner)
+        return _channel_pairs(a, b, self._g, dtype)
 
     def spread(self, scores: jax.Array, x: jax.Array, dtype) -> jax.Array:
         """``sum_j scores_ij decay_c(j to i) x_jc`` over j <= i, ``[..., C, X]``.
@@ -71,17 +62,16 @@ class Decay:
         that are not: ``scores [..., C, C]``, ``x [..., C, X]``.
         """
         out = jnp.diagonal(scores, axis1=-2, axis2=-1)[..., None] * x
-        half = 1
-        while half < x.shape[-2]:
+        for upto, after in _levels(self._g)[:-1]:
+            half = upto.shape[-2]
             corner = diagonal_blocks(scores, 2 * half)[..., half:, :half]
-            columns = _halves(x, half, 0) * jnp.exp(_sums(_halves(self._g, half, 0))[1])
+            columns = _halves(x, half, 0) * after[..., 0::2, :, :]
             if half <= SMALL:
                 later = jnp.sum(corner[..., None] * columns[..., None, :, :], axis=-2)
             else:
                 later = product("...ij,...jc->...ic", corner, columns, dtype)
-            later = later * jnp.exp(_sums(_halves(self._g, half, 1))[0])
-            out = out + jnp.stack([jnp.zeros_like(later), later], axis=-3).reshape(out.shape)
-            half *= 2
+            later = later * upto[..., 1::2, :, :]
+            out = out + _merge(jnp.zeros_like(later), later)
         return out
 
     def between(self) -> jax.Array:
@@ -116,6 +106,106 @@ def _halves(x, half, which):
     """The later (``which`` 1) or earlier (0) half of every block of two, ``[..., n, half, K]``."""
     shape = (*x.shape[:-2], x.shape[-2] // (2 * half), 2, half, x.shape[-1])
     return x.reshape(shape)[..., which, :, :]
+
+
+def _levels(g: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    """Decays within blocks of 1, 2, 4, ... tokens of ``g [..., C, X]``.
+
+    For each size h, ``[..., C / h, h, X]`` twice: from the block's entry to each token, its own
+    gate included, and from after each token to the block's end.
+    """
+    upto = jnp.exp(g)[..., None, :]
+    levels = [(upto, jnp.ones_like(upto))]
+    while levels[-1][0].shape[-3] > 1:
+        (early, later), (after, last) = (
+            (x[..., 0::2, :, :], x[..., 1::2, :, :]) for x in levels[-1]
+        )
+        upto = jnp.concatenate([early, later * early[..., -1:, :]], axis=-2)
+        levels.append((upto, jnp.concatenate([after * later[..., -1:, :], last], axis=-2)))
+    return levels
+
+
+@jax.custom_vjp
+def _to_the_ends(g):
+    """Decays from the chunk's entry to each token and from after it to the end, ``[..., C, X]``."""
+    upto, after = _levels(g)[-1]
+    return upto[..., 0, :, :], after[..., 0, :, :]
+
+
+def _to_the_ends_fwd(g):
+    ends = _to_the_ends(g)
+    return ends, ends
+
+
+def _to_the_ends_bwd(ends, d):
+    (upto, after), (d_upto, d_after) = ends, d
+    behind, before = _sums_by_gate(after * d_after, upto * d_upto)
+    return (behind + before,)
+
+
+_to_the_ends.defvjp(_to_the_ends_fwd, _to_the_ends_bwd)
+
+
+def _sums_by_gate(behind, upto):
+    """Gradients of gates from those of log decays ``[..., C, X]``: from after each token to the end
+    (the gates behind it), and from the entry up to each token (the gates before and its own)."""
+    ones = jnp.ones((upto.shape[-2],) * 2, upto.dtype)
+    after = product("ij,...jk->...ik", jnp.tril(ones, -1), behind, upto.dtype)
+    return after, product("ij,...jk->...ik", jnp.triu(ones), upto, upto.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _channel_pairs(a, b, g, dtype):
+    """:meth:`Decay.pairs` for gates per channel."""
+    levels, wide = _levels(g), g.dtype
+
+    def corner(level, *_):
+        rows, columns = _factors(a, b, levels[level])
+        if 1 << level <= SMALL:
+            return jnp.sum(rows[..., :, None, :] * columns[..., None, :, :], axis=-1)
+        return product("...ik,...jk->...ij", rows, columns, dtype)
+
+    diagonal = jnp.sum(a.astype(wide) * b.astype(wide), axis=-1)
+    return join_blocks(diagonal[..., None, None], corner)
+
+
+def _factors(a, b, level):
+    """What the later halves of blocks of two read with, and what the earlier ones are read by."""
+    upto, after = level
+    half = upto.shape[-2]
+    return _halves(a, half, 1) * upto[..., 1::2, :, :], _halves(b, half, 0) * after[..., 0::2, :, :]
+
+
+def _channel_pairs_fwd(a, b, g, dtype):
+    return _channel_pairs(a, b, g, dtype), (a, b, g)
+
+
+def _channel_pairs_bwd(dtype, saved, d):
+    # Level by level as forwards. A gate stands in the pairs of its level whose later token is not
+    # before it (if it lies in the later half), or whose earlier token is (in the earlier half).
+    a, b, g = saved
+    wide = g.dtype
+    diagonal = jnp.sum(d * jnp.eye(d.shape[-1], dtype=wide), axis=-1, keepdims=True)
+    da, db, dg = diagonal * b.astype(wide), diagonal * a.astype(wide), jnp.zeros_like(g)
+    for upto, after in _levels(g)[:-1]:
+        half = upto.shape[-2]
+        rows, columns = _factors(a, b, (upto, after))
+        below = diagonal_blocks(d, 2 * half)[..., half:, :half]
+        d_rows = product("...ij,...jk->...ik", below, columns, wide)
+        d_columns = product("...ij,...ik->...jk", below, rows, wide)
+        da += _merge(jnp.zeros_like(d_rows), d_rows * upto[..., 1::2, :, :])
+        db += _merge(d_columns * after[..., 0::2, :, :], jnp.zeros_like(d_columns))
+        dg += _merge(*_sums_by_gate(columns * d_columns, rows * d_rows))
+    return da.astype(a.dtype), db.astype(b.dtype), dg
+
+
+def _merge(earlier, later):
+    """``[..., n, half, K]`` of both halves to ``[..., C, K]``."""
+    both = jnp.stack([earlier, later], axis=-3)
+    return both.reshape(*both.shape[:-4], -1, both.shape[-1])
+
+
+_channel_pairs.defvjp(_channel_pairs_fwd, _channel_pairs_bwd)
 
 
 @jax.custom_vjp
