@@ -22,8 +22,8 @@ CHUNK = 64  # of the floors' FLOP counts
 
 Shape = dict[str, int]
 
-# B rows, T tokens, H heads of size D, KV key heads, docs packed documents, win window. State space
-# models: states of size N, G groups of heads, R ranks; C channels instead of heads.
+# B rows, T tokens, H heads of size D, KV key heads, docs packed documents, win window, slots.
+# State space models: states of size N, G groups of heads, R ranks; C channels instead of heads.
 A = dict(B=1, T=8192, H=16, D=128)
 B = dict(B=8, T=2048, H=16, D=128)
 L = dict(B=1, T=32768, H=16, D=128)
@@ -82,13 +82,14 @@ class Case(NamedTuple):
 
 
 def _inputs(key: str = "unit", writes: int = 1, **gates: tuple[str, str]):
-    """q, k, v and ``gates``: the draw of each, and whether it is per ``"head"``, ``"channel"`` or
-    ``"write"`` (per head; k, v and such gates come ``writes`` times a token)."""
+    """q, k, v and ``gates``: the draw of each, and whether it is per ``"head"``, ``"channel"``,
+    ``"slot"`` or ``"write"`` (per head; k, v and such gates come ``writes`` times a token)."""
 
     def inputs(p, dtype):
         full = (p["B"], p["T"], p["H"], p["D"])
         several = (p["B"], p["T"] * writes, *full[2:])
         shapes = {"head": full[:3], "channel": full, "write": several[:3]}
+        shapes["slot"] = (*full[:3], p.get("slots", p["D"]))
         drawn = [
             Input("q", full, key, dtype),
             Input("k", several, key, dtype),
@@ -115,6 +116,17 @@ def _dplr_flops(p):
     """As the delta rule's, with two more pairs of scores and twice the rows written."""
     per_token = 18 * CHUNK * p["D"] + 8 * p["D"] ** 2 + 2 * CHUNK * CHUNK / 3
     return p["B"] * p["T"] * p["H"] * per_token
+
+
+def _slot_flops(p):
+    """Of gated slot attention: one pass over the slots' keys, one over their values."""
+    d, slots = p["D"], p["slots"]
+    return p["B"] * p["T"] * p["H"] * (4 * CHUNK * (d + slots) + 8 * d * slots)
+
+
+def _channel_inputs(p, dtype):
+    full = (p["B"], p["T"], p["C"])
+    return [Input("x", full, "normal", dtype), Input("g", full, "decay", jnp.float32)]
 
 
 def _attention_inputs(p, dtype):
@@ -271,6 +283,22 @@ OPS = {
     "mamba": Op("selective_scan", dict(M1=M1), _scan_inputs, _no_options, _scan_flops),
     "mamba2": Op("ssd", dict(M2=M2, M=M, ML=ML, MP=MP), _ssd_inputs, _no_options, _ssm_flops),
     "mamba3": Op("mamba3", dict(M3=M3, M3R=M3R), _mamba3_inputs, _no_options, _ssm_flops),
+    "retention": Op("retention", dict(A=A, B=B), _inputs(), _no_options, _linear_flops),
+    "linear_attn": Op("linear_attn", dict(A=A), _inputs(), _no_options, _linear_flops),
+    "gsa": Op(
+        "gsa",
+        dict(A=A | dict(slots=64)),
+        _inputs(s=("sigmoid", "slot"), g=("decay", "slot")),
+        _no_options,
+        _slot_flops,
+    ),
+    "hgrn": Op(
+        "hgrn",
+        dict(E1=E1),
+        _channel_inputs,
+        _no_options,
+        lambda p: 3 * p["B"] * p["T"] * p["C"],
+    ),
     "attn": Op(
         "attention",
         dict(C4=C4, C16=C16, W=W, DOC=P, GQA=GQA),
@@ -309,7 +337,7 @@ def select(names: str | None) -> list[Case]:
 
 def shrink(p: Shape) -> Shape:
     """The same kind of shape, small enough for a test on a CPU."""
-    small = dict(B=1, T=256, H=2, D=32, KV=1, docs=4, win=64, C=32, N=16, G=1, R=2)
+    small = dict(B=1, T=256, H=2, D=32, KV=1, docs=4, win=64, slots=16, C=32, N=16, G=1, R=2)
     return {name: min(size, small[name]) for name, size in p.items()}
 
 
