@@ -73,12 +73,9 @@ def gated_delta_rule(
     choice = GATED_DELTA_RULE.choose(q, k, v, impl=options.get("impl", "auto"), **facts)
     if choice.impl == "mosaic":
         return _hopper(q, k, v, g, beta, scale, use_qk_l2norm, **options)
-    if use_qk_l2norm:
-        q, k = l2_norm(q), l2_norm(k)
-    dtype = accumulator(v.dtype)
-    g = jnp.zeros_like(beta, dtype) if g is None else g
-    beta = beta.astype(dtype)[..., None]
-    return run(GATED_DELTA_RULE, (scaled(q, scale), k, v, beta, beta), g[..., None], **options)
+    g = jnp.zeros_like(beta, accumulator(v.dtype)) if g is None else g
+    operands = _operands(q, k, v, beta, scale, use_qk_l2norm)
+    return run(GATED_DELTA_RULE, operands, g[..., None], **options)
 
 
 def _hopper(q, k, v, g, beta, scale, use_qk_l2norm, **options: Unpack[Options]):
@@ -124,13 +121,9 @@ def kda(
     Kimi Linear (arXiv:2510.26692), eq. 1.
     """
     state = options.get("initial_state")
-    check_operands(
-        q=q, k=k, v=v, per_head={"beta": beta}, per_channel={"g": g}, initial_state=state
-    )
-    if use_qk_l2norm:
-        q, k = l2_norm(q), l2_norm(k)
-    beta = beta.astype(accumulator(v.dtype))[..., None]
-    return run(KDA, (scaled(q, scale), k, v, beta, beta), g, **options)
+    gates = dict(per_head={"beta": beta}, per_channel={"g": g})
+    check_operands(q=q, k=k, v=v, **gates, initial_state=state)
+    return run(KDA, _operands(q, k, v, beta, scale, use_qk_l2norm), g, **options)
 
 
 def gdn2(
@@ -147,6 +140,7 @@ def gdn2(
 ) -> tuple[Any, ...]:
     """Gated DeltaNet 2: :func:`kda` that erases and writes with a gate per channel each.
 
+    arXiv:2605.22791:
     ``S_t = (I - k_t (b_t k_t)^T) diag(e^{g_t}) S_{t-1} + k_t (w_t v_t)^T``
 
     Args:
@@ -159,9 +153,8 @@ def gdn2(
     check_operands(q=q, k=k, v=v, per_channel={"g": g, "b": b}, initial_state=state)
     if w.shape != v.shape:
         raise ValueError(f"w must have v's shape {v.shape}, got {w.shape}")
-    if use_qk_l2norm:
-        q, k = l2_norm(q), l2_norm(k)
-    return run(GDN2, (scaled(q, scale), k, v, b, w), g, **options)
+    q, k = _queries_and_keys(q, k, scale, use_qk_l2norm)
+    return run(GDN2, (q, k, v, b, w), g, **options)
 
 
 def gated_delta_product(
@@ -198,17 +191,21 @@ def gated_delta_product(
             f"k must be [B, T * num_householder, Hq, K] with T={length}, {num_householder=}, "
             f"got shape {k.shape}"
         )
-    spread = lambda x, at: jnp.zeros((batch, length, n, *x.shape[2:]), x.dtype).at[:, :, at].set(x)  # noqa: E731
-    flat = lambda x: x.reshape(batch, length * n, *x.shape[3:])  # noqa: E731
+
+    def at_write(i, x):
+        """``x [B, T, ...]`` at each token's write i of n, zeros at the others."""
+        spread = jnp.zeros((batch, length, n, *x.shape[2:]), x.dtype).at[:, :, i].set(x)
+        return spread.reshape(batch, length * n, *x.shape[2:])
+
     if segment_ids is not None:
         segment_ids = jnp.repeat(segment_ids, n, axis=1)
     if state_positions is not None:
         state_positions = state_positions * n + n - 1
     o, *states = gated_delta_rule(
-        flat(spread(q, n - 1)),
+        at_write(n - 1, q),
         k,
         v,
-        None if g is None else flat(spread(g, 0)),
+        None if g is None else at_write(0, g),
         beta,
         scale=scale,
         use_qk_l2norm=use_qk_l2norm,
@@ -217,6 +214,19 @@ def gated_delta_product(
         **options,
     )
     return o[:, n - 1 :: n], *states
+
+
+def _queries_and_keys(q, k, scale, use_qk_l2norm):
+    """``q`` times the output scale and ``k``, both normalised first if so asked."""
+    if use_qk_l2norm:
+        q, k = l2_norm(q), l2_norm(k)
+    return scaled(q, scale), k
+
+
+def _operands(q, k, v, beta, scale, use_qk_l2norm):
+    """A rule's operands where one strength per head both erases and writes."""
+    beta = beta.astype(accumulator(v.dtype))[..., None]
+    return (*_queries_and_keys(q, k, scale, use_qk_l2norm), v, beta, beta)
 
 
 def _step(q, k, v, erase, write, decay, state):
