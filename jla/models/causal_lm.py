@@ -167,6 +167,12 @@ class CausalLM(nnx.Module):
 
         return generate(self, input_ids, segment_ids, **options)
 
+    def prefill_packed(self, input_ids, segment_ids, *, max_length: int | None = None):
+        """One cache row per packed prompt; see :func:`jla.generation.prefill_packed`."""
+        from jla.generation import prefill_packed
+
+        return prefill_packed(self, input_ids, segment_ids, max_length=max_length)
+
     @classmethod
     def from_pretrained(cls, folder_or_repo_id: str | os.PathLike, **options) -> Self:
         """Loads a checkpoint; see :func:`jla.convert.from_pretrained` for all options."""

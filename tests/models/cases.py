@@ -49,7 +49,9 @@ _shared: dict[str, Any] = dict(
 _delta = _shared | dict(num_heads=2, num_v_heads=4, head_dim=6, expand_v=1.5)
 # Mamba's stacks have no MLPs.
 _bare = {name: value for name, value in _shared.items() if name != "intermediate_size"}
+# The warp, which these configs have by default, pulls at positions without a label too.
 _rwkv7 = _shared | dict(
+    use_l2warp=False,
     head_dim=8,
     decay_low_rank_dim=4,
     gate_low_rank_dim=5,
