@@ -134,13 +134,13 @@ class Mamba3(TokenMixer):
             self.mimo_x[...] if self.is_mimo else None,
             # Upstream's kernels of one rank turn neighbours, those of several turn halves.
             interleaved=not self.is_mimo,
-            initial_state=None if cache is None else Mamba3State(**cache),
+            initial_state=None if cache is None else Mamba3State(**cache["recurrent_state"]),
             output_final_state=cache is not None,
             segment_ids=segment_ids,
             impl=self.impl,
         )
         y = self.out_proj(self._read_out(y, z))
-        return y, None if cache is None else state._asdict()
+        return y, None if cache is None else {"recurrent_state": state._asdict()}
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
         """Zeros, float32: ``angle [B, H, S]``, ``ssm [B, H, N, P]``, ``k [B, H, R, N]``, ``v [B, H,
@@ -152,7 +152,7 @@ class Mamba3(TokenMixer):
             k=zeros(self.mimo_rank, self.state_size),
             v=zeros(self.head_dim),
         )
-        return state._asdict()
+        return {"recurrent_state": state._asdict()}
 
     def _keys(self, flat, norm: RMSNorm, bias):
         """B or C of every head, ``[B, T, H, R, N]``."""

@@ -231,8 +231,8 @@ def _token_by_token(operands, A, state, state_positions):
 
 @partial(jax.jit, static_argnames="chunk")
 def _chunk_by_chunk(operands, A, state, state_positions, *, chunk):
-    batch, length = operands[0].shape[:2]
-    wanted = jnp.zeros((batch, 0), jnp.int32) if state_positions is None else state_positions
+    length = operands[0].shape[1]
+    wanted = operands[-1][:, :0].astype(jnp.int32) if state_positions is None else state_positions
     wanted = jnp.clip(wanted, 0, length - 1)
     cut = tuple(to_chunks(each[:, :, None], chunk)[:, :, 0] for each in operands)
 
@@ -251,7 +251,7 @@ def _chunk_by_chunk(operands, A, state, state_positions, *, chunk):
         found = jnp.where(here, segments.take_time(states, wanted % chunk), found)
         return (states[:, -1], found), y
 
-    found = jnp.zeros((batch, wanted.shape[1], *state.shape[1:]), state.dtype)
+    found = jnp.zeros_like(state[:, None]).repeat(wanted.shape[1], axis=1)
     pieces = (jnp.arange(cut[0].shape[0]), cut)
     (state, found), y = lax.scan(advance, (state, found), pieces)
     y = from_chunks(y[:, :, None], length)[:, :, 0]

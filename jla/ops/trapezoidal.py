@@ -173,7 +173,7 @@ def _accumulate(turns, segment_ids, before):
     starts = jnp.zeros_like(turns[..., :1], jnp.bool_)
     if segment_ids is not None:
         starts = starts | segments.document_starts(segment_ids)[..., None, None]
-    turns = turns.at[:, 0].add(before)
+    turns = jnp.concatenate([turns[:, :1] + before[:, None], turns[:, 1:]], axis=1)
 
     def then(first, second):
         return _wrap(jnp.where(second[1], second[0], first[0] + second[0])), first[1] | second[1]
@@ -205,9 +205,8 @@ def _last_real(positions, segment_ids):
     """Index ``[B, S]`` of the last real token up to these positions, -1 if there is none."""
     if segment_ids is None:
         return positions
-    time = lax.broadcasted_iota(jnp.int32, segment_ids.shape, 1)
-    last = jnp.where(segment_ids != 0, time, segments.previous_real(segment_ids))
-    return segments.take_time(last, positions)
+    own, earlier = segments._real_indices(segment_ids, -1), segments.previous_real(segment_ids)
+    return segments.take_time(jnp.maximum(own, earlier), positions)
 
 
 def _take(x, at, before):

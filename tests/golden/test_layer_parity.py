@@ -150,7 +150,7 @@ def test_mamba2_cache_is_fla_s_transposed():
 def test_mamba3_cache_is_fla_s_transposed(name):
     """S25: the angle (FLA's is within 0 and 2 pi), [B, H, P, N], [B, R, H, N] and [B, H, P]."""
     case = golden.load_case("layer", name)
-    cache = jax.tree.map(np.asarray, prefilled(case.folder)[1])
+    cache = jax.tree.map(np.asarray, prefilled(case.folder)[1]["recurrent_state"])
     angle, theirs = cache["angle"], case.recorded["cache.recurrent_state.0"]
     for turned in (np.cos, np.sin):
         assert_close(case.part("cache.recurrent_state.0", turned(angle)), turned(theirs), tol=2e-5)
