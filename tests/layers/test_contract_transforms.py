@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jla
+from jla.nn.param import is_float32_param
 from layers.contract import BATCH, probe
 
 LENGTH = 5
@@ -138,7 +139,8 @@ def test_bfloat16_keeps_decays_and_states_in_float32(row):
             assert leaf.dtype == (jnp.float32 if wide else jnp.bfloat16), name
     for tree in (state, grads):
         for path, variable in nnx.to_flat_state(tree):
-            wide = path[-1] in ("A_log", "dt_bias")
+            wide = is_float32_param(variable)
+            assert wide or path[-1] not in ("A_log", "dt_bias"), path
             assert variable.dtype == (jnp.float32 if wide else jnp.bfloat16), path
     wide = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state))
     for module in [wide, *(m for _, m in nnx.iter_modules(wide))]:
