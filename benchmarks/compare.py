@@ -30,25 +30,38 @@ KINDS = {
 }
 
 
+def peer_call(op: str, inputs, ids, options):
+    """One call of jax-linear-attention."""
+    from jla import ops
+
+    if op == "mamba2":
+        from jla.layers.ssm import mamba2_ssd  # pyright: ignore
+
+        operands = [inputs[name] for name in ("x", "dt", "A", "B", "C")]
+        return mamba2_ssd(*operands, segment_ids=ids, impl="mosaic_gpu", grouped_key_grads=True)[0]
+    if op == "conv":
+        from jla.ops.mosaic_gpu.short_conv import short_conv  # pyright: ignore
+
+        return short_conv(inputs["x"], inputs["kernel"].T, None, activation=True, segment_ids=ids)
+    if op == "norm_gate":
+        import equinox  # pyright: ignore
+        from jla.layers.norm import GatedRMSNorm  # pyright: ignore
+
+        norm = GatedRMSNorm(inputs["x"].shape[-1])
+        norm = equinox.tree_at(lambda norm: norm.weight, norm, inputs["scale"])
+        return norm(inputs["x"], inputs["gate"])
+    more = dict(segment_ids=ids, impl="mosaic_gpu", **options)
+    return ops.linear_attention(KINDS[op], **inputs, **more)[0]
+
+
 def peer_functions(op: str, p, options):
     """As ``cases.functions``, of jax-linear-attention."""
     import jax
 
     from benchmarks import cases
-    from jla import ops
-
-    ids = cases.segment_ids(p)
 
     def forward(inputs):
-        if op == "mamba2":
-            from jla.layers.ssm import mamba2_ssd  # pyright: ignore
-
-            x, dt, rate, b, c = (inputs[name] for name in ("x", "dt", "A", "B", "C"))
-            return mamba2_ssd(
-                x, dt, rate, b, c, segment_ids=ids, impl="mosaic_gpu", grouped_key_grads=True
-            )[0]
-        more = dict(segment_ids=ids, impl="mosaic_gpu", **options)
-        return ops.linear_attention(KINDS[op], **inputs, **more)[0]
+        return peer_call(op, inputs, cases.segment_ids(p), options)
 
     def both(inputs, cotangent):
         o, pull = jax.vjp(forward, inputs)

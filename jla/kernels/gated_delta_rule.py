@@ -132,8 +132,10 @@ def _gates(q, g, beta, marks, tokens, normalised):
 
 
 def _whole_heads(x):
-    """``x [B, T, H]`` with heads up to a multiple of 4: TMA wants rows of 16 bytes."""
-    extra = -x.shape[2] % 4 if x.ndim == 3 else 0
+    """``x [B, T, H]`` with heads up to 4 or a multiple of 8: whole boxes of the gates' copies."""
+    if x.ndim < 3:
+        return x
+    extra = -x.shape[2] % (4 if x.shape[2] <= 4 else forward.GATE_HEADS)
     return jnp.pad(x, [(0, 0), (0, 0), (0, extra)]) if extra else x
 
 

@@ -99,7 +99,7 @@ def item_count(items, workers, worker):
 
 
 class Gates(NamedTuple):
-    """What the kernels are told about tokens, float32 with whole chunks of them and heads by 4.
+    """What the kernels are told about tokens, float32: whole chunks of them, and heads by 4 or 8.
 
     Attributes:
         decay: ``[B, T, H]`` natural log decay, None for none.

@@ -37,14 +37,17 @@ def short_conv(x, kernel, bias=None, *, silu, segment_ids=None, initial_state=No
     Returns: [B, T, D] in x's dtype, zero at padding.
     """
     _check(x, kernel)
-    batch, _, channels = x.shape
+    batch, length, channels = x.shape
+    # A copy that crosses a row's end may land in the next row: rows get whole tiles.
+    x = cm.lengthen(x, kernels.TOKENS)
     bias = jnp.zeros((channels,), cm.F32) if bias is None else bias.astype(cm.F32)
     if initial_state is None:
         initial_state = jnp.zeros((batch, kernel.shape[0] - 1, channels), x.dtype)
     ids = segment_ids
-    if ids is not None:  # TMA reads rows of whole 16 bytes
-        ids = jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, -ids.shape[1] % 4)))
-    return _core(x, kernel.astype(cm.F32), bias, initial_state, ids, Options(silu))
+    if ids is not None:
+        ids = cm.lengthen(ids.astype(jnp.int32), kernels.TOKENS)
+    y = _core(x, kernel.astype(cm.F32), bias, initial_state, ids, Options(silu))
+    return y[:, :length]
 
 
 def _check(x, kernel):

@@ -37,7 +37,7 @@ def forward(x, kernel, bias, state, ids, *, silu):
     """Outputs [B, T, D] in x's dtype.
 
     Args: x [B, T, D] 16-bit; kernel [W, D], bias [D] float32; state [B, W - 1, D] in x's dtype;
-      ids int32 [B, T up to a multiple of 4] or None.
+      ids int32 [B, T] or None. T is a multiple of ``TOKENS``.
     """
     past = kernel.shape[0] - 1
 

@@ -203,7 +203,7 @@ INTERPRETED = (
     Case(key_dim=128, value_dim=128, documents=True, gates="hard"),
     Case(length=1, qk_heads=2, state=False),
     Case(length=64, key_dim=64, value_dim=128, gates="none"),
-    Case(length=100, documents=True, l2norm=True),
+    Case(length=70, heads=10, qk_heads=5, documents=True, l2norm=True),
     Case(length=250, heads=1, state=True, documents=True),  # one row of four pieces, see below
 )
 
@@ -336,6 +336,8 @@ GPU = (
     Case(length=1, heads=2, qk_heads=2, key_dim=128, value_dim=128),
     Case(length=2100, heads=2, key_dim=128, value_dim=128, gates="mixed", l2norm=True),
     Case(length=65, heads=1, qk_heads=1, documents=True),
+    Case(length=65, heads=6, qk_heads=3, l2norm=True),
+    Case(length=200, heads=20, qk_heads=10, documents=True, l2norm=True),
     Case(length=2101, heads=2, key_dim=128, value_dim=128, gates="mixed"),
     Case(batch=2, length=2100, heads=4, qk_heads=4, key_dim=128, value_dim=128, documents=True),
     Case(length=2100, heads=2, qk_heads=2, documents=True, gates="hard"),
