@@ -112,6 +112,25 @@ def _delta_flops(p, writes: int = 1):
     return writes * p["B"] * p["T"] * p["H"] * (per_token + 2 * CHUNK * CHUNK / 3)
 
 
+def _rwkv6_inputs(p, dtype):
+    bonus = Input("u", (p["H"], p["D"]), "normal", jnp.float32)
+    return [*_received(_inputs(w=("decay", "channel")))(p, dtype), bonus]
+
+
+def _rwkv7_inputs(p, dtype):
+    directions = dict(a=("direction", "channel"), b=("direction", "channel"))
+    return _received(_inputs(w=("decay", "channel"), **directions))(p, dtype)
+
+
+def _received(inputs):
+    """The same inputs with RWKV's name of queries."""
+
+    def renamed(p, dtype):
+        return [x._replace(name="r") if x.name == "q" else x for x in inputs(p, dtype)]
+
+    return renamed
+
+
 def _dplr_flops(p):
     """As the delta rule's, with two more pairs of scores and twice the rows written."""
     per_token = 18 * CHUNK * p["D"] + 8 * p["D"] ** 2 + 2 * CHUNK * CHUNK / 3
@@ -280,6 +299,8 @@ OPS = {
         _no_options,
         _dplr_flops,
     ),
+    "rwkv6": Op("rwkv6", dict(A=A), _rwkv6_inputs, _no_options, _linear_flops),
+    "rwkv7": Op("rwkv7", dict(A=A, S=S), _rwkv7_inputs, _no_options, _dplr_flops),
     "mamba": Op("selective_scan", dict(M1=M1), _scan_inputs, _no_options, _scan_flops),
     "mamba2": Op("ssd", dict(M2=M2, M=M, ML=ML, MP=MP), _ssd_inputs, _no_options, _ssm_flops),
     "mamba3": Op("mamba3", dict(M3=M3, M3R=M3R), _mamba3_inputs, _no_options, _ssm_flops),
