@@ -49,8 +49,10 @@ _shared: dict[str, Any] = dict(
 _delta = _shared | dict(num_heads=2, num_v_heads=4, head_dim=6, expand_v=1.5)
 # Mamba's stacks have no MLPs.
 _bare = {name: value for name, value in _shared.items() if name != "intermediate_size"}
-# The warp, which these configs have by default, pulls at positions without a label too.
+# A small epsilon leaves few digits to a document's first token: see the mixers' rows. The warp,
+# which RWKV-7's configs have by default, pulls at positions without a label too.
 _rwkv7 = _shared | dict(
+    norm_eps=1e-3,
     use_l2warp=False,
     head_dim=8,
     decay_low_rank_dim=4,
@@ -58,7 +60,7 @@ _rwkv7 = _shared | dict(
     a_low_rank_dim=4,
     v_low_rank_dim=3,
 )
-_rwkv6 = _shared | dict(num_heads=3, proj_low_rank_dim=4, gate_low_rank_dim=5)
+_rwkv6 = _shared | dict(norm_eps=1e-2, num_heads=3, proj_low_rank_dim=4, gate_low_rank_dim=5)
 _grouped = _shared | dict(num_heads=6, num_kv_heads=3)
 _window = dict(num_heads=4, num_kv_heads=2, window_size=5)
 
@@ -172,7 +174,7 @@ MODELS: dict[str, Row] = {
             **_rwkv7,
         ),
     ),
-    "rwkv6": Row(RWKV6Config(num_hidden_layers=2, **_rwkv6)),
+    "rwkv6": Row(RWKV6Config(num_hidden_layers=3, **_rwkv6)),
     "rwkv6-hybrid": Row(
         RWKV6Config(num_hidden_layers=2, attn={"layers": [1], **_window}, norm_bias=False, **_rwkv6)
     ),
