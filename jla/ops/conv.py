@@ -148,8 +148,8 @@ def _token_shift(x, segment_ids, initial_state):
     if segment_ids is None:
         return jnp.concatenate([first, x[:, :-1]], axis=1) - x, x[:, -1]
     x = jnp.where((segment_ids != 0)[..., None], x, 0)
-    (before, _), last = _packed_taps(jnp.concatenate([first, x], axis=1), segment_ids, 2)
-    return before - x, last[:, 0]
+    before, _ = _packed_taps(jnp.concatenate([first, x], axis=1), segment_ids, 2)
+    return before - x, _final_window(x, first, segment_ids)[:, 0]
 
 
 def _check(x, kernel, bias, activation, initial_state):
