@@ -23,6 +23,7 @@ from jla import cache as caches
 from jla import convert
 from jla.models import AutoModelForCausalLM, GatedDeltaNetConfig
 from jla.models.layout import Run
+from jla.nn.param import is_float32_param
 from jla.ops import use_impl
 from models.cases import (
     BATCH,
@@ -326,7 +327,9 @@ def test_abstract_evaluation(row, run):
     config = MODELS[row].config
     model = nnx.eval_shape(lambda: build_plain(config, param_dtype=jnp.bfloat16))
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        wanted = jnp.float32 if path[-1] in ("A_log", "dt_bias") else jnp.bfloat16
+        wide = is_float32_param(leaf)
+        assert wide or path[-1] not in ("A_log", "dt_bias"), path
+        wanted = jnp.float32 if wide else jnp.bfloat16
         assert leaf.dtype == wanted, path
     cache = nnx.eval_shape(lambda m: m.new_cache(BATCH, TOTAL), model)
     ids = jax.ShapeDtypeStruct((BATCH, 7), jnp.int32)
