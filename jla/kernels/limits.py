@@ -22,20 +22,20 @@ def gated_delta_rule(q, k, v, *, scale=None, state_positions=None) -> str | None
     """Limit of ``jla.kernels.gated_delta_rule`` for ``q, k [B, T, Hq, K]``, ``v [B, T, H, V]``."""
     if scale is not None and not scale > 0:
         return f"scale must be above 0 (it is folded into a log decay), got {scale}"
-    return _heads(q, k, v, 128, state_positions) or hopper() or sharding.refusal(v)
+    return _heads(q, k, v, (128, 128), state_positions) or hopper() or sharding.refusal(v)
 
 
 def simple_gla(q, k, v, *, scale=None, state_positions=None) -> str | None:
     """Limit of ``jla.kernels.linear_attention`` for the same shapes."""
-    return _heads(q, k, v, 512, state_positions) or hopper() or sharding.refusal(v)
+    return _heads(q, k, v, (512, 512), state_positions) or hopper() or sharding.refusal(v)
 
 
-def _heads(q, k, v, widest_key, state_positions) -> str | None:
+def _heads(q, k, v, widest, state_positions) -> str | None:
     if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
         return f"q, k, v must all be bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}"
-    if q.shape[3] > widest_key or v.shape[3] > 512:
+    if q.shape[3] > widest[0] or v.shape[3] > widest[1]:
         sizes = f"K={q.shape[3]} and V={v.shape[3]}"
-        return f"head sizes may be at most K={widest_key} and V=512, got {sizes}"
+        return f"head sizes may be at most K={widest[0]} and V={widest[1]}, got {sizes}"
     return None if state_positions is None else "it has no state_positions"
 
 
