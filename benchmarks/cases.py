@@ -118,7 +118,7 @@ def _rwkv6_inputs(p, dtype):
 
 
 def _rwkv7_inputs(p, dtype):
-    directions = dict(a=("direction", "channel"), b=("direction", "channel"))
+    directions: Any = dict(a=("direction", "channel"), b=("direction", "channel"))
     return _received(_inputs(w=("decay", "channel"), **directions))(p, dtype)
 
 

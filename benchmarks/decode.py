@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,9 @@ from jla.models import AutoModelForCausalLM, GatedDeltaNetConfig, RWKV7Config
 
 PREFIXES = (16, 256, 4096)
 TOKENS, ROUNDS = 128, 20
-TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=24, vocab_size=256)
+TINY: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=24, vocab_size=256
+)
 MODELS = {
     "gated_deltanet": GatedDeltaNetConfig(num_heads=2, head_dim=32, expand_v=1, **TINY),
     "rwkv7": RWKV7Config(head_dim=32, **TINY),
@@ -35,7 +38,7 @@ def tokens_per_second(model) -> list[float]:
     best = [float("inf")] * len(PREFIXES)
     for _ in range(ROUNDS):
         for i, cache in enumerate(caches):
-            options = dict(max_new_tokens=TOKENS, cache=cache, eos_token_id=())
+            options: dict[str, Any] = dict(max_new_tokens=TOKENS, cache=cache, eos_token_id=())
             start = time.perf_counter()
             jax.block_until_ready(model.generate(jnp.asarray(ids[:, :1]), **options))
             best[i] = min(best[i], time.perf_counter() - start)

@@ -72,7 +72,7 @@ def train(name: str, impl: str, steps: int = 8) -> dict:
 
     def step(state, moments, ids):
         def loss(state):
-            return nnx.merge(graphdef, state)(ids, labels=ids, logits_to_keep=None).loss
+            return nnx.merge(graphdef, state)(ids, labels=ids).loss
 
         value, grads = jax.value_and_grad(loss)(state)
         updates, moments = optimiser.update(grads, moments, state)

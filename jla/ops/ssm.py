@@ -96,8 +96,9 @@ def ssd(
     )
     dt = step_sizes(dt, dt_bias, softplus=dt_softplus, limit=dt_limit)
     x = without_padding(x, options.get("segment_ids"))
-    asked = dict(impl=options.get("impl", "auto"), state_positions=options.get("state_positions"))
-    if choose_ssd(x, dt, A, B, C, **asked).impl == "mosaic":
+    positions = options.get("state_positions")
+    choice = choose_ssd(x, dt, A, B, C, impl=options.get("impl", "auto"), state_positions=positions)
+    if choice.impl == "mosaic":
         check_operands(q=C, k=B, v=x, initial_state=options.get("initial_state"))
         y, *states = on_hopper(C, B, x, dt * A, scale=1.0, weights=dt, **options)
     else:
