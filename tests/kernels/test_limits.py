@@ -8,9 +8,9 @@ from jla import ops
 from jla.kernels import limits
 
 
-def qkv(k=128, v=128, dtype=jnp.bfloat16):
+def qkv(k=128, v=128, dtype=jnp.bfloat16, heads=4):
     spec = jax.ShapeDtypeStruct
-    return spec((1, 64, 2, k), dtype), spec((1, 64, 2, k), dtype), spec((1, 64, 4, v), dtype)
+    return spec((1, 64, 2, k), dtype), spec((1, 64, 2, k), dtype), spec((1, 64, heads, v), dtype)
 
 
 @pytest.fixture
@@ -33,6 +33,7 @@ def test_the_device_is_asked_last_and_named():
         (qkv(256), {}, "head sizes may be at most K=128 and V=128, got K=256 and V=128"),
         (qkv(dtype=jnp.float32), {}, "must all be bfloat16 or float16, got float32"),
         (qkv(), dict(scale=-1.0), "scale must be above 0"),
+        (qkv(heads=12), {}, "heads must be at most 4 or a multiple of 8, got 12"),
         (qkv(), dict(state_positions=jnp.zeros((1, 1), jnp.int32)), "no state_positions"),
     ],
 )
