@@ -108,6 +108,8 @@ import jla
 assert "transformers" not in sys.modules and "flax" not in sys.modules, "import jla is not light"
 import jla.layers
 assert "transformers" not in sys.modules, "layers need no transformers"
+import jla.cli
+assert "transformers" not in sys.modules, "the command line loads it when a command runs"
 import jla.models, jla.convert, jla.generation
 assert sys.modules["torch"] is None
 import os

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jla.convert.files import Tensors, write_checkpoint
 from jla.convert.state_dict import CheckpointError, load_state_dict, to_state_dict
-from jla.models import MODELS, CausalLM
+from jla.models import MODELS, CausalLM, Config
 from jla.models.auto import lookup
 
 DTYPES = {"F64": jnp.float64, "F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
@@ -57,24 +57,19 @@ def from_pretrained[Model: CausalLM](
         CheckpointError: the checkpoint does not fit its config or is damaged.
         ValueError: unknown ``model_type`` or a config with impossible values.
     """
-    folder = _folder(folder_or_repo_id, revision)
-    settings = _read_config(folder) | config_overrides
-    family = lookup(settings["model_type"])
+    folder = checkpoint_folder(folder_or_repo_id, revision)
+    family, config = read_config(folder, **config_overrides)
     if cls is not None and not issubclass(family, cls):
         raise ValueError(f"{folder} holds a {family.__name__}, not a {cls.__name__}")
-    config = family.model_class.config_class.from_dict(settings)
     tensors = Tensors(folder)
-    param_dtype = _file_dtype(tensors) if dtype is None else dtype
-    model = nnx.eval_shape(
-        lambda: family(
-            config,
-            dtype=compute_dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            scan_layers=scan_layers,
-            remat=remat,
-            rngs=nnx.Rngs(0),
-        )
+    model = abstract_model(
+        family,
+        config,
+        dtype=compute_dtype,
+        param_dtype=file_dtype(tensors) if dtype is None else dtype,
+        precision=precision,
+        scan_layers=scan_layers,
+        remat=remat,
     )
     load_state_dict(model, tensors, keep_dtype=dtype is None, place=_placer(sharding))
     return cast(Model, model)
@@ -103,7 +98,16 @@ def save_pretrained(
     write_checkpoint(Path(folder), {"config.json": text}, tensors, _bytes(max_shard_size))
 
 
-def _folder(folder_or_repo_id, revision) -> Path:
+def checkpoint_folder(
+    folder_or_repo_id: str | os.PathLike,
+    revision: str | None = None,
+    patterns: Sequence[str] = ("*.json", "*.safetensors"),
+) -> Path:
+    """A folder as it is, or that of the hub repository whose files ``patterns`` were fetched.
+
+    Raises:
+        FileNotFoundError: neither.
+    """
     path = Path(folder_or_repo_id)
     if path.is_dir():
         return path
@@ -114,9 +118,7 @@ def _folder(folder_or_repo_id, revision) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors"])
-        )
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
             f"{name} is no folder, and no hub repository of that name can be fetched: {error}"
@@ -128,7 +130,24 @@ def _is_repo_id(name: str) -> bool:
     return len(parts) == 2 and all(parts) and not name.startswith((".", "~"))
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, **overrides: Any) -> tuple[type[CausalLM], Config]:
+    """The family and the config of a folder's ``config.json``.
+
+    Raises:
+        CheckpointError: no ``config.json``, or one that is not a config.
+        ValueError: an unknown ``model_type`` or impossible values.
+    """
+    settings = _read_settings(folder) | overrides
+    family = lookup(settings["model_type"])
+    return family, family.model_class.config_class.from_dict(settings)
+
+
+def abstract_model(family: type[CausalLM], config: Config, **options: Any) -> CausalLM:
+    """A model of shapes and dtypes alone; ``options`` are those of its constructor."""
+    return nnx.eval_shape(lambda: family(config, rngs=nnx.Rngs(0), **options))
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
@@ -146,7 +165,8 @@ def _special_float(entry: dict[str, Any]) -> Any:
     return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
 
 
-def _file_dtype(tensors: Tensors):
+def file_dtype(tensors: Tensors):
+    """The floating dtype that most tensors of a checkpoint have."""
     counts = collections.Counter(DTYPES[d] for d in tensors.dtypes().values() if d in DTYPES)
     dtype = counts.most_common(1)[0][0] if counts else jnp.float32
     return jnp.float32 if dtype is jnp.float64 and not jax.config.jax_enable_x64 else dtype

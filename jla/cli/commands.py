@@ -1,0 +1,143 @@
+"""The command ``jla``: what each command takes; what it does is in a module of its own.
+
+Those modules load when a command runs, so that help needs no JAX.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from jla.cli.errors import one_line
+
+app = typer.Typer(
+    help="Checkpoints of linear-time language models: look at, run, convert and measure them.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option(help="Dtype of the parameters; the file's, tensor by tensor, if not given."),
+]
+Folder = Annotated[
+    str, typer.Argument(metavar="FOLDER", help="Folder with config.json and safetensors.")
+]
+Bytes = Annotated[
+    bool,
+    typer.Option("--bytes", help="Tokens are raw bytes, id 0 in front; no tokenizer is used."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@app.command()
+def info(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="FOLDER_OR_REPO", help="Folder, or repository id of the hub.")
+    ],
+    as_json: Json = False,
+    debug: Debug = False,
+):
+    """Tell what a checkpoint holds, and what its state costs. No weights are loaded."""
+    with one_line(debug):
+        from jla.cli import info
+
+        info.run(checkpoint, as_json)
+
+
+@app.command()
+def generate(
+    folder: Folder,
+    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File with the prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from this much probability.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    dtype: Dtype = None,
+    as_bytes: Bytes = False,
+    as_json: Json = False,
+    debug: Debug = False,
+):
+    """Continue a prompt and write the new text as it is made, until the model ends it.
+
+    The likeliest tokens are taken, unless a temperature, top-k or top-p asks for drawing.
+    """
+    with one_line(debug):
+        from jla.cli import generate
+
+        given = generate.read_prompt(prompt, prompt_file)
+        sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, key=seed)
+        generate.run(folder, given, max_new_tokens, sampling, dtype, as_bytes, as_json)
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="Folder, or repository id of the hub.")
+    ],
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="Folder to make; it must not hold anything.")
+    ],
+    dtype: Dtype = None,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Bytes, or like 500MB or 5GB; larger checkpoints are cut.")
+    ] = "50GB",
+    report: Annotated[
+        bool, typer.Option("--report", help="Print shape and dtypes of every tensor.")
+    ] = False,
+    debug: Debug = False,
+):
+    """Write a checkpoint again in flash-linear-attention's format, whole or not at all.
+
+    Parameters that are float32 by meaning, such as A_log, stay float32 at any dtype.
+    """
+    with one_line(debug):
+        from jla.cli import convert
+
+        convert.run(source, target, dtype, max_shard_size, report)
+
+
+@app.command()
+def ppl(
+    folder: Folder,
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILES", help="Text files, each a document.")
+    ],
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Tokens read at once.", show_default="the config's")
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens from window to window.", show_default="half a window"),
+    ] = None,
+    dtype: Dtype = None,
+    as_bytes: Bytes = False,
+    as_json: Json = False,
+    debug: Debug = False,
+):
+    """Perplexity and bits per byte of text files, in windows that slide over each.
+
+    Every token but a document's first is predicted once, in the first window that has it.
+    """
+    with one_line(debug):
+        from jla.cli import ppl
+
+        ppl.run(folder, files, window, stride, dtype, as_bytes, as_json)
+
+
+@app.command()
+def version():
+    """Print the versions of jla and of what it computes with."""
+    from importlib.metadata import version
+
+    import jla
+
+    others = ", ".join(f"{name} {version(name)}" for name in ("jax", "flax", "transformers"))
+    print(f"jla {jla.__version__} ({others})")
