@@ -183,6 +183,7 @@ def test_interpreted(case, capfd):
 def hopper(monkeypatch):
     """A process that sees one Hopper GPU, as far as limits look."""
     monkeypatch.setattr(limits, "hopper", lambda: None)
+    monkeypatch.setattr(limits.sharding, "several", lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,7 @@ def test_the_op_tells_what_the_kernel_lacks(hopper, shape, dtype, reason):
 @pytest.mark.timeout(300, method="thread")
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_op_runs_the_kernel(hopper, documents):
-    args, ids, _ = inputs(Case(batch=2, length=20, documents=documents))
+    args, ids, _ = inputs(Case(batch=2, length=32, channels=384, documents=documents))
     args["initial_state"] = args.pop("state")
     options = dict(activation="silu", segment_ids=ids, output_final_state=True)
     want = ops.causal_conv1d(**args, **options, impl="reference")

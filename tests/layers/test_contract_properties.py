@@ -78,7 +78,7 @@ def test_padding_changes_nothing(row, warm):
         check_same(p, got, want, at)
 
 
-@rows("short rows")
+@rows("short rows", variants=False)
 @pytest.mark.parametrize("length", [1, 5])
 def test_rows_shorter_than_window_and_chunk(row, length):
     p = probe(row)
@@ -92,7 +92,7 @@ def test_rows_shorter_than_window_and_chunk(row, length):
     check_same(p, got, want, at)
 
 
-@rows("padding only")
+@rows("padding only", variants=False)
 def test_rows_of_padding_only(row):
     p = probe(row)
     x, weights = inputs(LENGTH, 2)
@@ -106,7 +106,7 @@ def test_rows_of_padding_only(row):
     assert not any(leaf.any() for leaf in jax.tree.leaves(got.d_params))
 
 
-@rows("mask of ones")
+@rows("mask of ones", variants=False)
 def test_ids_of_ones_are_no_ids(row):
     p = probe(row)
     x, weights = inputs(64, 3)
@@ -116,7 +116,7 @@ def test_ids_of_ones_are_no_ids(row):
         check_same(p, got, want, [np.arange(64)] * BATCH)
 
 
-@rows("one row")
+@rows("one row", variants=False)
 def test_one_row_is_treated_as_a_row_of_many(row):
     """S03: no shortcut for a batch of one skips the padding."""
     p = probe(row)
@@ -332,7 +332,7 @@ def test_every_implementation_gives_the_same(row):
 
 
 @pytest.mark.slow
-@rows("lengths")
+@rows("lengths", variants=False)
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 31, 33, 63, 64, 65, 70, 129])
 def test_every_length_padded_and_exact(row, length):
     p = probe(row)
