@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jla.convert import CheckpointError, from_pretrained
 from jla.convert.files import Tensors
 from jla.convert.pretrained import abstract_model, checkpoint_folder, file_dtype, read_config
-from jla.layers import Attention
+from jla.layers import TokenMixer
 from jla.models import CausalLM, Config
 
 
@@ -27,9 +28,19 @@ class Checkpoint(NamedTuple):
 
     def limit(self) -> int | None:
         """Tokens of context; None where no layer attends to all of them."""
-        mixers = (block.attn for block in self.shapes.model.layers)
-        whole = any(isinstance(mixer, Attention) and not mixer.window_size for mixer in mixers)
+        mixers = [block.attn for block in self.shapes.model.layers]
+        whole = any(attends(mixer) and window(mixer) is None for mixer in mixers)
         return self.config.max_position_embeddings if whole else None
+
+
+def attends(mixer: TokenMixer) -> bool:
+    """Whether a mixer keeps something of each token, as attention does."""
+    return bool(mixer.growing)
+
+
+def window(mixer: TokenMixer) -> int | None:
+    """How many tokens a mixer with a window sees, None for one without."""
+    return getattr(mixer, "window_size", None)
 
 
 def look_at(folder_or_repo_id: str, *, weights: bool = True) -> Checkpoint:
@@ -49,6 +60,8 @@ def look_at(folder_or_repo_id: str, *, weights: bool = True) -> Checkpoint:
     try:
         family, config = read_config(folder)
         dtype = file_dtype(Tensors(folder)) if weights else jnp.dtype(config.dtype or "float32")
-        return Checkpoint(folder, config, abstract_model(family, config, param_dtype=dtype))
+        shapes = abstract_model(family, config, param_dtype=dtype)
+        jax.eval_shape(lambda: shapes.new_cache(1, 1))  # some impossible sizes show only here
+        return Checkpoint(folder, config, shapes)
     except (ArithmeticError, LookupError, TypeError) as error:
         raise CheckpointError(f"{folder / 'config.json'} makes no model: {error!r}") from error

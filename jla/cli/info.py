@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jla.cli.checkpoint import Checkpoint, look_at
-from jla.layers import Attention
+from jla.cli.checkpoint import Checkpoint, attends, look_at, window
 
 
 def run(folder_or_repo_id: str, as_json: bool) -> None:
@@ -24,14 +23,14 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """Everything that is printed. Bytes are those in memory once the checkpoint is loaded."""
     model, config = checkpoint.shapes, checkpoint.config
     layers = [layer(block) for block in model.model.layers]
-    attends = [i for i, entry in enumerate(layers) if entry["mixer"] == Attention.__name__]
+    attending = [i for i, block in enumerate(model.model.layers) if attends(block.attn)]
     return {
         "model_type": config.model_type,
         "class": type(model).__name__,
         "parameters": parameters(model),
         "vocab_size": config.vocab_size,
         "layers": layers,
-        "hybrid_layers": attends if len(attends) < len(layers) else [],
+        "hybrid_layers": attending if len(attending) < len(layers) else [],
         "context_limit": checkpoint.limit(),
         "state": {
             "bytes_per_row": sum(entry["state_bytes"] for entry in layers),
@@ -60,7 +59,7 @@ def layer(block) -> dict[str, Any]:
     )
     return {
         "mixer": type(block.attn).__name__,
-        "window": getattr(block.attn, "window_size", None),
+        "window": window(block.attn),
         "state_bytes": 2 * one - two,
         "bytes_per_token": two - one,
     }
@@ -76,7 +75,7 @@ def text(facts: dict[str, Any]) -> str:
     counted = facts["parameters"]
     dtypes = ", ".join(f"{count:,} {name}" for name, count in counted["dtypes"].items())
     mixers = collections.Counter(entry["mixer"] for entry in facts["layers"])
-    windows = sorted({entry["window"] for entry in facts["layers"] if entry["window"]})
+    windows = sorted({entry["window"] for entry in facts["layers"]} - {None})
     hybrid = ", ".join(map(str, facts["hybrid_layers"]))
     state = facts["state"]
     rows = {
@@ -85,7 +84,7 @@ def text(facts: dict[str, Any]) -> str:
         "vocabulary": f"{facts['vocab_size']:,}",
         "layers": ", ".join(f"{count} {name}" for name, count in mixers.items()) or "none",
         "hybrid": f"attention in layers {hybrid}" if hybrid else "no",
-        "window": ", ".join(f"{window:,} tokens" for window in windows) or "none",
+        "window": ", ".join(f"{each:,} tokens" for each in windows) or "none",
         "state": f"{state['bytes_per_row']:,} bytes a row, "
         f"{state['bytes_per_token']:,} more per token of context",
     }

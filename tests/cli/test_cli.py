@@ -13,7 +13,9 @@ import tomllib
 from pathlib import Path
 
 import fresh
+import jax
 import jax.numpy as jnp
+import models.cases
 import numpy as np
 import pytest
 from convert.checkpoints import assert_same, read
@@ -28,10 +30,11 @@ import jla.cli.convert
 import jla.cli.info
 import jla.cli.ppl
 from jla.cli import app
-from jla.cli.checkpoint import look_at
+from jla.cli.checkpoint import Checkpoint, look_at
 from jla.cli.generate import Writer
 from jla.cli.tokens import ByteCodec, TokenizerCodec
-from jla.models import AutoModelForCausalLM, CausalLM, GatedDeltaNetConfig
+from jla.convert.pretrained import abstract_model
+from jla.models import MODELS, AutoModelForCausalLM, CausalLM, GatedDeltaNetConfig
 
 ROOT = Path(__file__).parent.parent.parent
 SHIPPED = ROOT / "examples" / "checkpoints" / "tiny_gated_deltanet"
@@ -136,10 +139,9 @@ def test_info_of_the_shipped_checkpoint(monkeypatch):
     assert facts["parameters"]["dtypes"].keys() == {"bfloat16", "float32"}
     assert [layer["mixer"] for layer in facts["layers"]] == 4 * ["GatedDeltaNet"]
     assert facts["hybrid_layers"] == [] and facts["context_limit"] is None
-    # Per layer: a float32 state, three windows of 4 tokens less one or all, and a segment id.
-    state, kept = 4 * 4 * 32 * 32, 3 * 128 * 2
-    layer = facts["state"]["bytes_per_row"] / 4
-    assert layer in {state + 3 * kept + 4, state + 4 * kept + 4}
+    # Per layer: a float32 state, bfloat16 windows of q, k and v (3 tokens), and a segment id.
+    layer = 4 * (4 * 32 * 32) + 2 * (3 * 3 * 128) + 4
+    assert facts["state"]["bytes_per_row"] == 4 * layer
     assert facts["state"]["bytes_per_token"] == 0
     assert "4 GatedDeltaNet" in output("info", SHIPPED)
 
@@ -153,6 +155,20 @@ def test_info_of_a_hybrid(hybrid):
     expected = facts["state"]["bytes_per_row"] + 10 * facts["state"]["bytes_per_token"]
     assert jla.cli.info.size(model.new_cache(1, 10)) == expected
     assert "attention in layers 1" in output("info", hybrid)
+
+
+@pytest.mark.parametrize("row", models.cases.MODELS)
+def test_info_of_every_family(row):
+    config = models.cases.MODELS[row].config
+    shapes = abstract_model(MODELS[config.model_type], config)
+    facts = json.loads(json.dumps(jla.cli.info.describe(Checkpoint(Path(), config, shapes))))
+    assert len(facts["layers"]) == config.num_hidden_layers
+    cache = jla.cli.info.size(jax.eval_shape(lambda: shapes.new_cache(3, 2)))
+    assert cache == 3 * (facts["state"]["bytes_per_row"] + 2 * facts["state"]["bytes_per_token"])
+    attending = [i for i, each in enumerate(facts["layers"]) if each["mixer"] == "Attention"]
+    if 0 < len(attending) < len(facts["layers"]):
+        assert facts["hybrid_layers"] == attending
+    assert jla.cli.info.text(facts)
 
 
 def test_info_of_a_repository_fetches_no_weights(monkeypatch, tmp_path):
@@ -419,6 +435,7 @@ def test_values_that_float16_cannot_hold(spoiled, tmp_path):
     [
         ({"model_type": "bert"}, r"must be one of \[.*'gated_deltanet'.*\], got 'bert'"),
         ({"hidden_size": "big"}, "hidden_size"),
+        ({"num_heads": -1}, "config.json makes no model: TypeError"),
         ({"num_heads": 0}, "config.json makes no model: ZeroDivisionError"),
         ({"attn": {"layers": [9], "num_heads": 2}}, "attn names layer 9"),
     ],
