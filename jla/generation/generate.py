@@ -91,12 +91,12 @@ def generate(
         ValueError: a row without a real token, a value out of range, sampling without a key or
             sampling options with ``do_sample=False``, a cache with too little room.
     """
-    shape = jnp.shape(input_ids)
     check_input_ids(input_ids, model.config.vocab_size)
+    shape = jnp.shape(input_ids)
     segment_ids = documents(segment_ids, attention_mask, shape)
     _check_prompts(segment_ids, shape)
-    if isinstance(max_new_tokens, bool) or not max_new_tokens >= 0:
-        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+    if not _is_integer(max_new_tokens) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be an integer of at least 0, got {max_new_tokens}")
     sampling = _sampling(do_sample, temperature, top_k, top_p, min_p)
     if repetition_penalty is not None and not repetition_penalty > 0:
         raise ValueError(f"repetition_penalty must be above 0, got {repetition_penalty}")
@@ -206,10 +206,14 @@ def _sampling(do_sample, temperature, top_k, top_p, min_p) -> Sampling | None:
     return given
 
 
+def _is_integer(value) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _row_keys(key, batch: int) -> jax.Array:
     if key is None:
         raise ValueError("sampling needs key: a jax.random key, a seed, or a key per row")
-    if isinstance(key, int):
+    if _is_integer(key):
         key = jax.random.key(key)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
@@ -222,7 +226,7 @@ def _row_keys(key, batch: int) -> jax.Array:
 
 def _stop(config, max_new_tokens, eos_token_id, pad_token_id, stream) -> _Stop:
     eos = config.eos_token_id if eos_token_id is _FROM_CONFIG else eos_token_id
-    eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(int(e) for e in eos)
+    eos = () if eos is None else tuple(int(e) for e in np.atleast_1d(eos))
     pad = config.pad_token_id if pad_token_id is None else pad_token_id
     if pad is None:
         pad = eos[0] if eos else 0

@@ -15,6 +15,8 @@ from jla.kernels import sharding
 # Mosaic GPU's interface changes with every JAX release: kernels run where their gates passed.
 JAX_VERSIONS = ("0.11.2",)
 HOPPER = "9.0"
+# Rows lie along a grid axis that holds 65535 blocks, up to two a row.
+MOST_ROWS = 65535 // 2
 NO_KERNEL = "no Hopper kernel is offered yet"
 
 
@@ -38,7 +40,13 @@ def _heads(q, k, v, widest, state_positions) -> str | None:
     if q.shape[3] > widest[0] or v.shape[3] > widest[1]:
         sizes = f"K={q.shape[3]} and V={v.shape[3]}"
         return f"head sizes may be at most K={widest[0]} and V={widest[1]}, got {sizes}"
+    if q.shape[0] > MOST_ROWS:
+        return _rows(q)
     return None if state_positions is None else "it has no state_positions"
+
+
+def _rows(x) -> str:
+    return f"there may be at most {MOST_ROWS} rows, got {x.shape[0]}"
 
 
 def hopper() -> str | None:
@@ -63,6 +71,8 @@ def short_conv(x, kernel) -> str | None:
         return f"D must be a multiple of 128 from 384 on, got {x.shape[2]}"
     if x.shape[1] % 16:
         return f"T must be a multiple of 16, got {x.shape[1]}"
+    if x.shape[0] > MOST_ROWS:
+        return _rows(x)
     return hopper() or sharding.several()
 
 

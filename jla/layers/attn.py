@@ -112,7 +112,7 @@ class Attention(TokenMixer):
         elif x.shape[1] == 1:
             # Written first, then read: the cache need not be copied beside the new token.
             after = _write(cache, k, v, place)
-            o = attend_past(q, _past(after, cache["length"]))
+            o = attend_past(q, _past(after, cache["length"])).astype(v.dtype)
         else:
             past = _past(cache, cache["length"])
             o, after = attend(past=past), _write(cache, k, v, place)

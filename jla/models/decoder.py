@@ -248,6 +248,8 @@ def check_input_ids(input_ids: jax.Array, vocab_size: int) -> None:
         TypeError: ids that are not integers.
         ValueError: a shape other than ``[B, T]``, or a concrete id outside the vocabulary.
     """
+    if not hasattr(input_ids, "dtype"):
+        raise TypeError(f"input_ids must be an array of integers, got {type(input_ids).__name__}")
     if not jnp.issubdtype(jnp.result_type(input_ids), jnp.integer):
         raise TypeError(f"input_ids must be integers, got dtype {jnp.result_type(input_ids)}")
     if jnp.ndim(input_ids) != 2:

@@ -145,6 +145,8 @@ def _check(q, k, v, window_size):
             "q, k, v must be [B, T, H, K], [B, T, Hkv, K], [B, T, Hkv, V], "
             f"got {q.shape}, {k.shape}, {v.shape}"
         )
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        raise ValueError(f"q, k, v must not be empty, got {q.shape}, {k.shape}, {v.shape}")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"q's {q.shape[2]} heads must be a multiple of k's {k.shape[2]}")
     if window_size is not None and window_size < 1:

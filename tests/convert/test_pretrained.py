@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from helpers import assert_close, host_mesh
 from jax.sharding import NamedSharding, PartitionSpec
-from models.cases import build, forward, tokens
+from models.cases import MODELS, build, forward, tokens
 from safetensors import safe_open
 
 from convert.checkpoints import (
@@ -19,7 +19,6 @@ from convert.checkpoints import (
     FILE,
     INDEX,
     SOFTMAX,
-    TIED,
     assert_same,
     read,
     state,
@@ -40,10 +39,11 @@ def tensors():
     return tensors_of(DELTA)
 
 
-@pytest.mark.parametrize("config", [DELTA, SOFTMAX, TIED])
-def test_s22_every_constant_comes_back(config, tmp_path):
+@pytest.mark.parametrize("row", MODELS)
+def test_s22_every_constant_comes_back(row, tmp_path):
     """Each tensor holds a constant of its own: none is drawn anew, none is left out, and a second
     export is byte-equal to the first."""
+    config = MODELS[row].config
     shapes = {name: tensor.shape for name, tensor in tensors_of(config).items()}
     constants = {name: np.full(s, i + 1, np.float32) for i, (name, s) in enumerate(shapes.items())}
     model = Auto.from_pretrained(write(tmp_path / "given", config, constants))

@@ -52,5 +52,19 @@ def test_auto_takes_the_kernel_where_it_can_run(hopper, kind):
     assert ops.explain(kind, *one_token).impl == "reference"
 
 
+def test_s13_more_rows_than_a_grid_holds_are_left_to_the_chunk_form(hopper):
+    """An axis of CUDA's grids ends at 65535; rows of long batches of short sequences go beyond."""
+    spec = jax.ShapeDtypeStruct
+    for rows, impl in ((32767, "mosaic"), (70_000, "chunk")):
+        heads = spec((rows, 64, 2, 64), jnp.bfloat16)
+        for kind in ("gated_delta_rule", "simple_gla"):
+            chosen = ops.explain(kind, heads, heads, heads)
+            assert chosen.impl == impl
+            refused = chosen.refused.get("mosaic", "")
+            assert ("at most 32767 rows, got 70000" in refused) == (impl == "chunk")
+        x, taps = spec((rows, 64, 384), jnp.bfloat16), spec((4, 384), jnp.bfloat16)
+        assert ("got 70000" in (limits.short_conv(x, taps) or "")) == (impl == "chunk")
+
+
 def test_ops_without_a_kernel_say_so(hopper):
     assert "no Hopper kernel" in ops.explain("kda", *qkv()).refused["mosaic"]

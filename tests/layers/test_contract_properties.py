@@ -65,6 +65,8 @@ PLACES["ends"] = np.r_[2:35, 36:67]  # pads left, right and inside at once
 @rows("padding")
 @pytest.mark.parametrize("warm", [False, True], ids=["new", "warm"])
 def test_padding_changes_nothing(row, warm):
+    """S04, S05, S06: outputs, gradients and the cache are those of the row without padding, which
+    decays no state and enters no window or normaliser, also inside and on a warm cache."""
     p = probe(row)
     x, weights = inputs(64)
     cache = p.warm() if warm else p.new_cache()
@@ -81,6 +83,7 @@ def test_padding_changes_nothing(row, warm):
 @rows("short rows", variants=False)
 @pytest.mark.parametrize("length", [1, 5])
 def test_rows_shorter_than_window_and_chunk(row, length):
+    """S04, S07, S16: one token is a row as any other, and its window starts with zeros."""
     p = probe(row)
     x, weights = inputs(length, 1)
     cache = p.new_cache()
@@ -176,6 +179,7 @@ def alone(p, x, weights, cache, d_after, lengths=PACKED):
 @rows("packing")
 @pytest.mark.parametrize("start", ["new", "warm", "other document"])
 def test_packed_documents_are_separate(row, start):
+    """S02: a boundary reaches convolution, token shift and recurrence."""
     p = probe(row)
     x, weights = inputs(LENGTH, 5)
     ids = packed_ids()
@@ -248,6 +252,7 @@ SPLITS = [(64, 1, 5), (1, 2, 2, 64, 1), (5, 64, 1), (2, 1, 1, 1, 64, 1)]
 @rows("splits")
 @pytest.mark.parametrize("lengths", SPLITS, ids=str)
 def test_a_split_row_is_one_call(row, lengths):
+    """S15: pieces of more than one token on a live cache."""
     p = probe(row)
     x, weights = inputs(LENGTH, 10)
     # Documents that end at, before and behind the cuts, padding on both sides of some.
@@ -322,6 +327,7 @@ def test_the_past_is_bit_identical_and_has_no_gradient_from_the_future(row):
 
 @rows("implementations")
 def test_every_implementation_gives_the_same(row):
+    """P5; S09: from a warm cache, packed, outputs, cache and all gradients."""
     p = probe(row)
     other = probe(row, impl=p.case.other_impl)
     x, weights = inputs(LENGTH, 14)

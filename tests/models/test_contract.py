@@ -4,6 +4,8 @@ P1 padding is an identity step, P2 packed documents equal separate ones, P3 any 
 carried equals one call, P4 nothing sees the future, P5 implementations agree.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,6 +109,15 @@ def test_padding_is_an_identity_step(row, run):
         assert not np.any(given[4][padding]), "padding has a gradient"
 
 
+def test_a_batch_of_padding_is_nothing(row, run):
+    """S28: a loss of 0 and gradients of 0, whatever the padding holds."""
+    x = noise((BATCH, LENGTH, run.config.hidden_size))
+    nothing, labels = np.zeros((BATCH, LENGTH), np.int32), tokens(9, (BATCH, LENGTH))
+    (loss, logits), gradients = run.probe(run.state, x, nothing, labels)
+    assert loss == 0 and np.all(np.isfinite(logits))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradients))
+
+
 def test_packed_documents_equal_separate_ones(row, run):
     """P2, with a document of length 1 and one that fills the row; S02."""
     check_same(ask(run, LENGTHS, PACKED), ask(run, LENGTHS, APART))
@@ -193,6 +204,35 @@ def test_splits_with_the_cache_carried(row, run):
     """P3; S15: pieces of more than one token on a live cache."""
     check_split(run, SPLITS["pieces"])
     check_split(run, SPLITS["ones"])
+
+
+# A row of padding only, one of one token, one shorter than every window, one without padding.
+PROMPTS, ROOM, AHEAD = (0, 1, 3, 9), 9, 4
+
+
+def test_padded_prompts_are_decoded_as_their_rows_alone(row, run):
+    """S03, S04, S08: after a prompt that is padded right or left, the cache is that of its row
+    alone, and so are the logits of the tokens after it."""
+    ids, new = tokens(5, (BATCH, ROOM)), tokens(6, (BATCH, AHEAD))
+    rows = [np.concatenate([ids[b, :n], new[b]]) for b, n in enumerate(PROMPTS)]
+    segment_ids, where = place([(b, slice(0, len(each))) for b, each in enumerate(rows)])
+    rest = noise((BATCH, LENGTH, run.config.hidden_size))
+    embeds = fill([run.embed(each) for each in rows], where, rest)
+    labels = np.full((BATCH, LENGTH), -100)
+    (_, alone), _ = run.probe(run.state, embeds, segment_ids, labels)
+    expected = np.stack([x[-AHEAD:] for x in read(alone, where)])
+    caches = []
+    for start in (0, ROOM):
+        prompt, mask = tokens(7, (BATCH, ROOM)), np.zeros((BATCH, ROOM), np.int32)
+        for b, n in enumerate(PROMPTS):
+            at = slice(0, n) if start == 0 else slice(ROOM - n, ROOM)
+            prompt[b, at], mask[b, at] = ids[b, :n], 1
+        _, cache = run.step(run.state, prompt, mask, run.model.new_cache(BATCH, TOTAL))
+        caches.append(meaningful(cache))
+        ones = np.ones((BATCH, AHEAD), np.int32)
+        decoded, _ = in_pieces(run, [1] * AHEAD, new, ones, cache)
+        assert_close(decoded, expected, what="logits", times=2)
+    assert_trees_close(*caches, what="cache", times=3)
 
 
 def test_one_call_with_a_cache_equals_one_without(row, run):
@@ -323,7 +363,8 @@ def test_flax_transforms():
 
 
 def test_abstract_evaluation(row, run):
-    """eval_shape gives the shapes and dtypes of a model, its output and its cache."""
+    """S12: eval_shape gives the shapes and dtypes of a model, its output and its cache; what must
+    stay float32 does."""
     config = MODELS[row].config
     model = nnx.eval_shape(lambda: build_plain(config, param_dtype=jnp.bfloat16))
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -338,6 +379,15 @@ def test_abstract_evaluation(row, run):
     assert (out.loss.shape, out.loss.dtype) == ((), jnp.float32)
     same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), cache, out.cache)
     assert all(jax.tree.leaves(same)), "a call changes the cache's shapes or dtypes"
+    # A cache may be wider or narrower than the arithmetic, and keeps its dtype.
+    for dtype, length in itertools.product((jnp.float32, jnp.float16), (1, 7)):
+        cache = nnx.eval_shape(lambda m, d=dtype: m.new_cache(BATCH, TOTAL, dtype=d), model)
+        ids = jax.ShapeDtypeStruct((BATCH, length), jnp.int32)
+        out = nnx.eval_shape(lambda m, i, c: m(i, cache=c), model, ids, cache)
+        assert out.logits.dtype == jnp.bfloat16, (dtype, length)
+        assert [x.dtype for x in jax.tree.leaves(out.cache)] == [
+            x.dtype for x in jax.tree.leaves(cache)
+        ]
 
 
 def build_plain(config, **options):
@@ -387,13 +437,14 @@ def test_sharded_over_four_devices(row, explicit):
 
 
 def test_hidden_states_embeddings_and_kept_logits(row, run):
-    """output_hidden_states, inputs_embeds and logits_to_keep, from one compiled function."""
+    """output_hidden_states, inputs_embeds and logits_to_keep, from one compiled function; S18:
+    embeddings may be the prompt of a new cache."""
     ids = tokens(1, (2, 9))
 
     def calls(state, ids, embeds):
         model = nnx.merge(run.graphdef, state)
         whole = model(ids, output_hidden_states=True)
-        kept = model(inputs_embeds=embeds, logits_to_keep=2).logits
+        kept = model(inputs_embeds=embeds, logits_to_keep=2, cache=model.new_cache(2, 9)).logits
         labelled = model(ids, labels=ids, logits_to_keep=2)
         return whole, kept, labelled, model.model.norm(whole.hidden_states[-2])
 

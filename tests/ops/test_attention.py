@@ -161,6 +161,7 @@ def test_memory_of_the_backward_is_linear_in_queries():
         ({"q": np.ones((2, LENGTH, K))}, r"q must be \[B, T, H, D\], got shape \(2, 20, 4\)"),
         ({"k": np.ones((2, 9, GROUPS, K))}, r"q, k, v must be .*\(2, 9, 3, 4\)"),
         ({"q": np.ones((2, LENGTH, 4, K))}, r"q's 4 heads must be a multiple of k's 3"),
+        (dict.fromkeys("qkv", np.ones((2, 0, 3, K))), "q, k, v must not be empty"),
         ({"window_size": 0}, r"window_size must be at least 1 .*got 0"),
         ({"impl": "fast"}, r"impl of attention must be 'auto' or one of .*got 'fast'"),
         ({"segment_ids": np.ones((2, 3), int)}, r"segment_ids must have shape \(2, 20\)"),

@@ -19,6 +19,7 @@ from ops.test_recurrences import (
     LENGTH,
     PIECES,
     POSITIONS,
+    REGIMES,
     K,
     V,
     fade,
@@ -186,6 +187,22 @@ def test_the_chunk_form_is_the_reference(row):
     got = jax.device_get(compiled(*setting(row), row=row, impl="chunk"))
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(got))
     assert_trees_close(got, exact(row), times=3)
+
+
+@pytest.mark.parametrize("row", ["hgrn", "gsa"])
+def test_one_gate_for_all_tokens(row):
+    """S09, S10, as for the other recurrences."""
+    inputs, state, weigh = setting(row)
+    for regime, decay in REGIMES.items():
+        gates = np.full_like(inputs["g"], decay)
+        if decay < 0:
+            gates[:, 20] = -80.0
+        inputs["g"] = gates
+        with jax.enable_x64(True):
+            wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (inputs, state, weigh))
+            want = jax.device_get(compiled(*wide, row=row, impl="reference"))
+        got = jax.device_get(compiled(inputs, state, weigh, row=row, impl="chunk"))
+        assert_trees_close(got, want, times=3, what=regime)
 
 
 @row_names

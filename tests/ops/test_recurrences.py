@@ -256,6 +256,41 @@ def test_the_chunk_form_is_the_reference(row):
     assert_trees_close(got, exact(row), times=3)
 
 
+REGIMES = {
+    "none": 0.0,
+    "faint": -1e-4,
+    "strong": -1.0,
+    "very strong": -5.0,  # -80 in a chunk of 16
+    "near total": -20.0,  # -320 in a chunk of 16
+    "reset": -np.inf,
+}
+GATES = dict.fromkeys(
+    ["simple_gla", "gla", "gated_delta_rule", "kda", "gdn2", "dplr_delta_rule"], "g"
+) | dict.fromkeys(["rwkv6", "rwkv7"], "w")
+
+
+@pytest.mark.parametrize("row", GATES)
+def test_one_gate_for_all_tokens(row):
+    """S09, S10: no sum of gates is too small or too large, forward and backward; one token forgets
+    80 at once, and strengths are 0 or 1 exactly."""
+    inputs, (state, weigh) = ROWS[row].inputs(LENGTH), setting()
+    for name in {"beta", "b", "w"} & inputs.keys() - {GATES[row]}:
+        if row in ("gated_delta_rule", "kda", "gdn2"):
+            inputs[name] = np.round(inputs[name])
+    for regime, decay in REGIMES.items():
+        gates = np.full_like(inputs[GATES[row]], decay)
+        if decay < 0:
+            gates[:, 20] = -80.0
+        inputs[GATES[row]] = gates
+        with jax.enable_x64(True):
+            wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (inputs, state, weigh))
+            want = jax.device_get(compiled(*wide, ids(), POSITIONS, name=row, impl="reference"))
+        got = jax.device_get(
+            compiled(inputs, state, weigh, ids(), POSITIONS, name=row, impl="chunk")
+        )
+        assert_trees_close(got, want, times=3, what=regime)
+
+
 @row_names
 def test_the_past_is_bit_identical(row):
     inputs, (state, weigh) = ROWS[row].inputs(LENGTH), setting()
@@ -286,6 +321,21 @@ def test_a_row_in_pieces_is_one_row(row):
         got.append(o)
     assert_close(np.concatenate(got, axis=1), want, times=3)
     assert_close(state, final, times=3)
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(r, marks=() if r == "simple_gla" else pytest.mark.slow) for r in ROWS]
+)
+def test_s13_seventy_thousand_documents(row):
+    """Of two tokens each, in one row or as rows: no count or index is a 16-bit one."""
+    count = 70_000
+    packed = {n: x if x.ndim == 2 else x[:1] for n, x in ROWS[row].inputs(2 * count).items()}
+    rows = {n: x if x.ndim == 2 else x.reshape(count, 2, *x.shape[2:]) for n, x in packed.items()}
+    run = jax.jit(ROWS[row].op, static_argnames="impl")
+    segment_ids = np.arange(2 * count, dtype=np.int32)[None] // 2 + 1
+    got, _ = run(**packed, segment_ids=segment_ids, impl="chunk")
+    want, _ = run(**rows, impl="reference")
+    assert_close(got.reshape(want.shape), want, times=3)
 
 
 @pytest.mark.parametrize("householder", [1, 3])

@@ -184,7 +184,8 @@ def test_the_reference_is_the_loop(row):
 
 @row_names
 def test_the_chunk_form_is_the_reference(row):
-    """Outputs, states and every gradient, packed and padded, over all kinds of steps and rates."""
+    """Outputs, states and every gradient, packed and padded, over all kinds of steps and rates: a
+    token may keep all or fade by 2400 (S09, S10)."""
     inputs, state, weigh = ROWS[row].inputs(LENGTH), ROWS[row].state, weights(row)
     got = jax.device_get(compiled(inputs, state, weigh, ids(), POSITIONS, name=row, impl="chunk"))
     want = dict(exact(row))

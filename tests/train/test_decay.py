@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from flax import nnx
+from models.cases import MODELS
 
-from jla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+from jla.models import AutoModelForCausalLM, GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+from jla.nn.param import is_float32_param
 from jla.train import decay_mask
 
 
@@ -40,6 +43,19 @@ def test_s29_a_step_without_gradient_shrinks_kernels_alone():
         else:
             assert jnp.array_equal(new, old), path
     assert names == {"kernel", "embedding", "bias", "scale", "A_log", "dt_bias"}
+
+
+@pytest.mark.parametrize("row", MODELS)
+def test_s29_rates_of_every_family_are_left_alone(row):
+    """What stays float32 is never decayed, nor a norm, a bias or a share of the token shift."""
+    config = MODELS[row].config
+    make = AutoModelForCausalLM.from_config
+    params = nnx.state(nnx.eval_shape(lambda: make(config, rngs=nnx.Rngs(0))), nnx.Param)
+    kept = dict(nnx.to_flat_state(decay_mask(params)))
+    for path, leaf in nnx.to_flat_state(params):
+        decayed = kept[path].get_value()
+        assert decayed == (path[-1] in ("kernel", "embedding")), path
+        assert not (decayed and is_float32_param(leaf)), path
 
 
 def test_scanned_layers_are_masked_like_single_ones():
