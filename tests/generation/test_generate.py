@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import assert_close
 from models.cases import BATCH, MODELS, VOCAB, build, forward, runner, tokens
 
@@ -33,18 +34,44 @@ def prompts(side):
 
 
 @pytest.fixture(scope="module")
+def before_each(model):
+    """``(rows, mask)`` to the logits ``[B, NEW, V]`` before each new token: one call without a
+    cache on the whole rows."""
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def call(state, rows, mask):
+        mask = jnp.pad(mask, ((0, 0), (0, NEW)), constant_values=1)
+        return nnx.merge(graphdef, state)(rows, segment_ids=mask).logits[:, LENGTH - 1 : -1]
+
+    return lambda rows, mask: np.asarray(call(state, rows, mask))
+
+
+@pytest.fixture(scope="module")
 def greedy(model):
-    """The new tokens of the prompts, and the likeliest token at every place before one."""
     ids, mask = prompts("left")
-    out = np.asarray(model.generate(ids, mask, max_new_tokens=NEW, eos_token_id=()))
-    mask = np.pad(mask, ((0, 0), (0, NEW)), constant_values=1)
-    logits = forward(model, out, segment_ids=mask).logits
-    return out[:, LENGTH:], np.argmax(logits, axis=-1)[:, LENGTH - 1 : -1]
+    return np.asarray(model.generate(ids, mask, max_new_tokens=NEW, eos_token_id=()))[:, LENGTH:]
 
 
-def test_every_token_is_the_likeliest(greedy):
-    """Each is what one call on the whole row says, without a cache."""
-    np.testing.assert_array_equal(*greedy)
+def test_every_token_is_the_likeliest(greedy, before_each):
+    ids, mask = prompts("left")
+    logits = before_each(np.concatenate([ids, greedy], axis=1), mask)
+    np.testing.assert_array_equal(greedy, np.argmax(logits, axis=-1))
+
+
+def test_a_repeated_token_is_made_less_likely(model, greedy, before_each):
+    """By hand; padding is not among the tokens of a row."""
+    ids, mask = prompts("left")
+    out = np.asarray(
+        model.generate(ids, mask, max_new_tokens=NEW, eos_token_id=(), repetition_penalty=3.0)
+    )
+    logits = before_each(out, mask)
+    for row, t in np.ndindex(BATCH, NEW):
+        x = logits[row, t].copy()
+        seen = np.union1d(ids[row][mask[row] != 0], out[row, LENGTH : LENGTH + t])
+        x[seen] = np.where(x[seen] > 0, x[seen] / 3, x[seen] * 3)
+        assert out[row, LENGTH + t] == np.argmax(x)
+    assert np.any(out[:, LENGTH:] != greedy)
 
 
 @pytest.mark.parametrize("side", ["left", "right", "inside"])
@@ -55,7 +82,7 @@ def test_padding_of_a_prompt_changes_nothing(model, greedy, side):
     for given in (dict(segment_ids=5 * mask), dict(attention_mask=mask.astype(bool))):
         out = model.generate(ids, **given, **options)
         np.testing.assert_array_equal(out[:, :LENGTH], ids)
-        np.testing.assert_array_equal(out[:, LENGTH:], greedy[0])
+        np.testing.assert_array_equal(out[:, LENGTH:], greedy)
 
 
 def test_a_packed_prompt_continues_its_last_document(model, greedy):
@@ -65,7 +92,7 @@ def test_a_packed_prompt_continues_its_last_document(model, greedy):
     segment_ids[:3] = [[4] * 8 + [1], [7] * 5 + [0] * 3 + [9], [1, 2, 1, 2, 1, 2, 1, 2, 1]]
     out = model.generate(ids, segment_ids, max_new_tokens=NEW, eos_token_id=())
     for row, alone in enumerate((0, 0, 0, 3)):
-        np.testing.assert_array_equal(out[row, LENGTH:], greedy[0][alone])
+        np.testing.assert_array_equal(out[row, LENGTH:], greedy[alone])
 
 
 def stopped(new, eos, pad):
@@ -78,7 +105,7 @@ def stopped(new, eos, pad):
 @pytest.mark.parametrize("form", [list, np.array, jnp.array])
 def test_a_row_stops_at_any_of_several_ids(model, greedy, form):
     ids, mask = prompts("left")
-    new = greedy[0]
+    new = greedy
     eos = [int(new[0, 1]), int(new[3, 3])]
     for pad, filled in ((None, eos[0]), (60, 60)):
         out = model.generate(
@@ -89,10 +116,10 @@ def test_a_row_stops_at_any_of_several_ids(model, greedy, form):
 
 def test_one_id_stops_whatever_its_type(model, greedy):
     ids, mask = prompts("left")
-    eos = greedy[0][1, 2]
+    eos = greedy[1, 2]
     for one in (int(eos), np.int64(eos), jnp.asarray(eos)):
         out = model.generate(ids, mask, max_new_tokens=NEW, eos_token_id=one, pad_token_id=0)
-        np.testing.assert_array_equal(out[:, LENGTH:], stopped(greedy[0], [eos], 0))
+        np.testing.assert_array_equal(out[:, LENGTH:], stopped(greedy, [eos], 0))
 
 
 def test_sampling_without_a_choice_is_greedy(model, greedy):
@@ -106,7 +133,7 @@ def test_sampling_without_a_choice_is_greedy(model, greedy):
         dict(min_p=1.0, key=jax.random.key(2)),
     ):
         out = model.generate(ids, mask, **asked, **options)
-        np.testing.assert_array_equal(out[:, LENGTH:], greedy[0], err_msg=str(asked))
+        np.testing.assert_array_equal(out[:, LENGTH:], greedy, err_msg=str(asked))
 
 
 def test_a_filter_that_keeps_all_is_no_filter(model):
@@ -118,13 +145,24 @@ def test_a_filter_that_keeps_all_is_no_filter(model):
     assert np.all((free >= 0) & (free < VOCAB))
 
 
+def test_a_row_s_draws_do_not_depend_on_the_batch(model):
+    ids, mask = prompts("left")
+    keys, order = jax.random.split(jax.random.key(4), BATCH), np.array([2, 0, 3, 1])
+    options = dict(max_new_tokens=NEW, eos_token_id=(), temperature=1.5)
+    drawn = model.generate(ids, mask, key=keys, **options)
+    again = model.generate(ids[order], mask[order], key=keys[order], **options)
+    np.testing.assert_array_equal(again, drawn[order])
+    other = model.generate(ids, mask, key=5, **options)
+    assert np.any(other != drawn), "keys make no difference"
+
+
 def test_a_cache_is_a_prefix(model, greedy):
     """A prompt whose beginning is in the cache goes on as the whole prompt does."""
     ids, mask = prompts("left")
     cache = model.new_cache(BATCH, LENGTH + NEW)
     first = forward(model, ids[:, :6], segment_ids=mask[:, :6], cache=cache).cache
     rest = model.generate(ids[:, 6:], mask[:, 6:], max_new_tokens=NEW, eos_token_id=(), cache=first)
-    np.testing.assert_array_equal(rest[:, 3:], greedy[0])
+    np.testing.assert_array_equal(rest[:, 3:], greedy)
 
 
 def test_a_prefix_that_leaves_too_little_room():
@@ -137,7 +175,7 @@ def test_tokens_are_streamed_in_order(model, greedy):
     ids, mask = prompts("left")
     seen = []
     model.generate(ids, mask, max_new_tokens=NEW, eos_token_id=(), stream=seen.append)
-    np.testing.assert_array_equal(np.stack(seen, axis=1), greedy[0])
+    np.testing.assert_array_equal(np.stack(seen, axis=1), greedy)
 
 
 def kept(**filters):
