@@ -318,16 +318,28 @@ def build(row: str, **options) -> TokenMixer:
     return mixer
 
 
-def rows(question: str, table: Mapping[str, Mixer] = MIXERS, *, variants: bool = True):
+# One row of each kind of state: a matrix with the delta rule, keys and values, a scan of channels,
+# parts, and one with values of an earlier layer.
+SAMPLE = ("gdn", "attention-window", "hgrn", "mamba3", "rwkv7")
+
+
+def rows(
+    question: str,
+    table: Mapping[str, Mixer] = MIXERS,
+    *,
+    variants: bool = True,
+    sample: bool = False,
+):
     """``parametrize`` over the table; a row that cannot answer is a strict expected failure.
 
-    Without ``variants`` these rows are marked slow. Tests run row by row, not test by test.
+    Without ``variants`` these rows are marked slow, with ``sample`` all rows but those of
+    ``SAMPLE``. Tests run row by row, not test by test.
     """
 
     def param(name, case):
         reason = case.cannot.get(question)
         marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
-        if case.variant and not variants:
+        if (case.variant and not variants) or (sample and name not in SAMPLE):
             marks.append(pytest.mark.slow)
         return pytest.param(name, marks=marks, id=name)
 

@@ -52,7 +52,7 @@ def per_device(
     ``[B, T, H, V]`` and states ``[B, H, K, V]`` (or None), divided as ``v`` is.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.are_all_axes_manual:
+    if mesh.empty or several() is None:
         return kernel(q, k, v, per_token, state, marks)
     rows, _, heads, _ = _spec(v)
     names = heads if isinstance(heads, tuple) else (heads,)

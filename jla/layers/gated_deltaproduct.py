@@ -127,4 +127,7 @@ class GatedDeltaProduct(TokenMixer):
 
     def _by_write(self, x, num_heads):
         """``[B, T, n * H, ...]``, heads innermost, to ``[B, T * n, H, ...]``."""
-        return x.reshape(x.shape[0], -1, num_heads, *x.shape[3:])
+        batch, length, heads, *rest = x.shape
+        # In two steps, each of which leaves the batch alone: it may lie on an Explicit axis.
+        x = x.reshape(batch, length, heads // num_heads, num_heads, *rest)
+        return x.reshape(batch, -1, num_heads, *rest)

@@ -32,6 +32,8 @@ from layers.contract import BATCH, probe
 
 LENGTH = 5
 asked = functools.partial(rows, variants=False)
+# What goes through the base class and JAX alone is asked of a sample in the fast slice.
+sampled = functools.partial(rows, sample=True)
 
 
 def inputs(*lead, seed=0):
@@ -45,7 +47,7 @@ def documents(*lead):
     return ids
 
 
-@asked("jit")
+@sampled("jit")
 def test_a_second_call_compiles_nothing(row):
     """Other values, and the cache that the first call returned, fit the same program."""
     p = probe(row)
@@ -58,7 +60,7 @@ def test_a_second_call_compiles_nothing(row):
     assert step._cache_size() == 1, compiled
 
 
-@asked("vmap")
+@sampled("vmap")
 def test_vmap_and_leading_axes_are_a_loop(row):
     p = probe(row)
     x, ids = inputs(2, BATCH), documents(2, BATCH)
@@ -71,7 +73,7 @@ def test_vmap_and_leading_axes_are_a_loop(row):
     assert_close(one(p.params, x[0, 1], ids[0, 1]), want[0, 1], what="no leading axis")
 
 
-@asked("scan and remat")
+@sampled("scan and remat")
 def test_scanned_and_rematerialised_layers_are_a_loop(row):
     p = probe(row)
     moved = jax.tree.map(lambda leaf: 0.9 * leaf, p.params)
@@ -95,7 +97,7 @@ def test_scanned_and_rematerialised_layers_are_a_loop(row):
     assert_trees_close(got, (jnp.sum(last * weights), (d_stacked, d_x)), times=2)
 
 
-@asked("objects")
+@sampled("objects")
 def test_split_merge_and_both_object_modes(row):
     """Graph mode and tree mode (``graph=False``) of Flax give the pure function's gradients."""
     mixer = cases.build(row)
@@ -226,7 +228,7 @@ def test_ids_and_caches_follow_the_inputs_onto_an_explicit_mesh(row):
     assert_trees_close(jax.device_get((y, cache)), unsharded(row, True)[0])
 
 
-@asked("tensor parallel")
+@sampled("tensor parallel")
 def test_batch_and_kernels_over_two_by_two_devices(row):
     """Kernels split over their outputs, as the compiler is free to use them (Auto axes)."""
 
@@ -239,7 +241,7 @@ def test_batch_and_kernels_over_two_by_two_devices(row):
     assert_trees_close(got, unsharded(row, True))
 
 
-@asked("flax decoding")
+@sampled("flax decoding")
 def test_flax_decoding_is_one_pass(row):
     """S19: ``nnx.view`` makes the cache, ``nnx.jit`` keeps its writes; so does ``init_cache``."""
     mixer = cases.build(row)
@@ -258,7 +260,7 @@ def test_flax_decoding_is_one_pass(row):
     assert_close(decode(mixer, x[:, :2]), want[:, :2], what="a new init_cache starts anew")
 
 
-@asked("flax decoding")
+@sampled("flax decoding")
 def test_decoding_with_two_batch_axes(row):
     mixer = cases.build(row)
     x = inputs(2, BATCH)
@@ -268,7 +270,7 @@ def test_decoding_with_two_batch_axes(row):
     assert_close(np.concatenate(got, axis=-2), nnx.jit(lambda m, x: m(x))(mixer, x)[..., :2, :])
 
 
-@asked("flax decoding")
+@sampled("flax decoding")
 def test_decoding_without_a_cache_says_what_to_call(row):
     mixer = cases.build(row)
     with pytest.raises(ValueError, match="decode=True needs a cache: call init_cache"):
@@ -294,7 +296,7 @@ def test_shapes_without_numbers(row):
     assert jax.tree.map(shape_of, nnx.state(abstract)) == jax.tree.map(shape_of, p.params)
 
 
-@asked("cache rows")
+@sampled("cache rows")
 @pytest.mark.parametrize("picked", [[2, 0, 0, 1], slice(1, 3)], ids=str)
 def test_chosen_rows_of_a_cache_go_on_alone(row, picked):
     p = probe(row)
