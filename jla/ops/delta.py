@@ -194,7 +194,8 @@ def gated_delta_product(
 
     def at_write(i, x):
         """``x [B, T, ...]`` at each token's write i of n, zeros at the others."""
-        spread = jnp.zeros((batch, length, n, *x.shape[2:]), x.dtype).at[:, :, i].set(x)
+        # Stacked, not scattered: zeros of x itself share its place on an Explicit mesh.
+        spread = jnp.stack([x if j == i else jnp.zeros_like(x) for j in range(n)], axis=2)
         return spread.reshape(batch, length * n, *x.shape[2:])
 
     if segment_ids is not None:

@@ -168,7 +168,7 @@ def test_what_the_mixers_refuse():
         ({"head_dim": 7}, "hidden_size=24 must be a multiple"),
         ({"head_dim": None}, "give head_dim or num_heads"),
         ({"value_dim": 25}, "value_dim=25 must be a multiple of num_heads=3"),
-        ({"mode": "fast"}, "mode must be one of"),
+        ({"mode": "fast"}, "mode must be 'chunk' or 'fused_recurrent', got 'fast'"),
     ):
         with pytest.raises(ValueError, match=message):
             RWKV7Attention(**{"hidden_size": 24, "head_dim": 8, "rngs": nnx.Rngs(0), **options})
