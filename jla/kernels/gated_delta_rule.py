@@ -13,7 +13,7 @@ Chunks of C = 64 tokens, G the cumulative log decay inside a chunk. Kernels of a
 Long rows with few heads are split into pieces first (``gated_delta_rule_split``), exactly.
 
 Saved for the backward, bytes per token and head at K = V = 128 in 16 bits: q, k, v 768, T 128,
-the gate tables 36, the states entering the chunks 512, U 256; of a split row also the pieces'
+the gate tables 40, the states entering the chunks 512, U 256; of a split row also the pieces'
 maps. Only the 64 x 64 scores and k S are recomputed; dS (512) and dX (256) pass between the two
 backward kernels. FLOPs per token and head: forward 2C(2K + 2V + C) + 6KV, backward
 2C(4K + 6V) + 18KV.
