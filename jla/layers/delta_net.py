@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -92,8 +90,8 @@ class DeltaNet(TokenMixer):
         heads.check_mode(mode)
         check_choice("qk_activation", qk_activation, QK_ACTIVATIONS)
         check_choice("qk_norm", qk_norm, QK_NORMS)
-        self.head_dim = _head_size("expand_k", expand_k, hidden_size, num_heads)
-        self.head_v_dim = _head_size("expand_v", expand_v, hidden_size, num_heads)
+        self.head_dim = heads.head_size("expand_k", expand_k, hidden_size, num_heads)
+        self.head_v_dim = heads.head_size("expand_v", expand_v, hidden_size, num_heads)
         self.hidden_size, self.mode, self.impl = hidden_size, mode, impl
         self.num_heads = self.num_v_heads = num_heads
         self.qk_activation, self.qk_norm = qk_activation, qk_norm
@@ -141,13 +139,3 @@ class DeltaNet(TokenMixer):
         # Built from x, to share its sharding.
         ones = jnp.ones_like(x[..., :1], jnp.float32).repeat(self.num_heads, axis=-1)
         return ones * 2 if self.allow_neg_eigval else ones
-
-
-def _head_size(name, expand, hidden_size, num_heads):
-    width = round(hidden_size * expand)
-    if not math.isclose(hidden_size * expand, width) or width % num_heads:
-        raise ValueError(
-            f"{name}={expand} times hidden_size={hidden_size} must be a multiple of "
-            f"num_heads={num_heads}, got {hidden_size * expand}"
-        )
-    return width // num_heads

@@ -46,16 +46,23 @@ def share_width(
     """
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads=} must be a multiple of {num_kv_heads=}")
-    sizes = []
-    for name, expand in {"expand_k": expand_k, "expand_v": expand_v}.items():
-        width = round(hidden_size * expand)
-        if not math.isclose(hidden_size * expand, width) or width % num_heads or width < 1:
-            raise ValueError(
-                f"{name}={expand} times hidden_size={hidden_size} must be a positive multiple of "
-                f"num_heads={num_heads}, got {hidden_size * expand}"
-            )
-        sizes.append(width // num_heads)
-    return sizes[0], sizes[1]
+    key = head_size("expand_k", expand_k, hidden_size, num_heads)
+    return key, head_size("expand_v", expand_v, hidden_size, num_heads)
+
+
+def head_size(name: str, expand: float, hidden_size: int, num_heads: int) -> int:
+    """Channels of a head, where all heads together have ``hidden_size * expand``.
+
+    Raises:
+        ValueError: that is no positive multiple of ``num_heads``; it names the option ``name``.
+    """
+    width = round(hidden_size * expand)
+    if not math.isclose(hidden_size * expand, width) or width % num_heads or width < 1:
+        raise ValueError(
+            f"{name}={expand} times hidden_size={hidden_size} must be a positive multiple of "
+            f"num_heads={num_heads}, got {hidden_size * expand}"
+        )
+    return width // num_heads
 
 
 def grouped_widths(mixer: Any) -> dict[str, int]:

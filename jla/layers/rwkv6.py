@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 
+from jla.layers import heads
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import GroupNorm, LerpLinear, LoRA, init
 from jla.nn.check import check_choice
@@ -81,12 +81,13 @@ class RWKV6Attention(TokenMixer):
         impl: str = "auto",
         rngs: nnx.Rngs,
     ):
-        check_choice("mode", mode, ("chunk", "fused_recurrent"))
+        heads.check_mode(mode)
         check_choice("gate_fn", gate_fn, ACTIVATIONS)
         self.hidden_size, self.num_heads = hidden_size, num_heads
-        key_dim = _width("expand_k", expand_k, hidden_size, num_heads)
-        value_dim = _width("expand_v", expand_v, hidden_size, num_heads)
-        self.head_k_dim, self.head_v_dim = key_dim // num_heads, value_dim // num_heads
+        self.head_k_dim, self.head_v_dim = heads.share_width(
+            hidden_size, expand_k, expand_v, num_heads, num_heads
+        )
+        key_dim, value_dim = num_heads * self.head_k_dim, num_heads * self.head_v_dim
         self.mode, self.gate_fn, self.fuse_norm, self.impl = mode, gate_fn, fuse_norm, impl
         self.dtype, self.param_dtype = dtype, param_dtype
 
@@ -164,13 +165,3 @@ class RWKV6Attention(TokenMixer):
 
     def _split(self, x):
         return rearrange(x, "b t (h d) -> b t h d", h=self.num_heads)
-
-
-def _width(name, expand, hidden_size, num_heads) -> int:
-    width = round(hidden_size * expand)
-    if not math.isclose(hidden_size * expand, width) or width % num_heads:
-        raise ValueError(
-            f"{name}={expand} times hidden_size={hidden_size} must be a whole multiple of "
-            f"num_heads={num_heads}, got {hidden_size * expand}"
-        )
-    return width

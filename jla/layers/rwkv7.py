@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 
+from jla.layers import heads
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import GroupNorm, LoRA, init
-from jla.nn.check import check_choice
 from jla.nn.lora import lerp
 from jla.ops import l2_norm, rwkv7, token_shift
 
@@ -88,7 +88,7 @@ class RWKV7Attention(TokenMixer):
         impl: str = "auto",
         rngs: nnx.Rngs,
     ):
-        check_choice("mode", mode, ("chunk", "fused_recurrent"))
+        heads.check_mode(mode)
         self.hidden_size, self.value_dim = hidden_size, value_dim or hidden_size
         self.head_dim, self.num_heads = _heads(hidden_size, head_dim, num_heads, self.value_dim)
         self.first = layer_idx == 0 if first is None else first

@@ -182,7 +182,7 @@ CONSTRUCTORS = {
     "key width": (
         DeltaNet,
         dict(expand_k=0.3),
-        r"expand_k=0.3 times hidden_size=24 must be a multiple of num_heads=4, got 7\.",
+        r"expand_k=0.3 times hidden_size=24 must be a positive multiple of num_heads=4, got 7\.",
     ),
     "value width": (DeltaNet, dict(num_heads=5), "expand_k=1.0 times .*=24 must .* num_heads=5"),
     "qk activation": (DeltaNet, dict(qk_activation="gelu"), "qk_activation must be .*, got 'gelu'"),
