@@ -13,7 +13,7 @@ from helpers import assert_close
 
 import corpus
 import train_tiny
-from benchmarks import cases, run
+from benchmarks import cases, compare, run
 from flax_block import TinyGPT, gated_deltanet, softmax_attention
 from jla.models import AutoModelForCausalLM
 
@@ -120,3 +120,16 @@ def test_demo(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["demo.py"])
     runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="__main__")
     assert "logits are equal" in capsys.readouterr().out
+
+
+def test_the_table_of_a_comparison_holds_what_both_have_measured():
+    times = dict(ok=True, fwd=1.0, fb=4.0, floor_fwd=0.5, floor_fb=2.0, temp_mib=3.0)
+    records = [
+        dict(times, id="gdn/A", impl="ours"),
+        dict(times, id="gdn/A", impl="peer", fwd=2.0, fb=6.0, temp_mib=5.0),
+        dict(times, id="gdn/B", impl="ours"),
+        dict(id="gdn/B", impl="peer", ok=False, error="refused"),
+    ]
+    *_, row = compare.table(records).splitlines()
+    assert "| gdn/A | 0.500 / 2.000 | 1.000 / 4.000 | 2.000 / 6.000 | 2.00 / 1.50 | 3, 5 |" == row
+    assert compare.KINDS.keys() <= cases.OPS.keys()

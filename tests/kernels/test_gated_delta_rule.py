@@ -15,6 +15,7 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+import drawn  # noqa: E402
 import interpret_shim  # noqa: E402
 import offline  # noqa: E402
 
@@ -25,7 +26,7 @@ NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(drawn.Named):
     batch: int = 1
     length: int = 150
     heads: int = 2
@@ -37,29 +38,6 @@ class Case:
     gates: str = "mild"  # mild | mixed | hard | none
     state: bool = True
     l2norm: bool = False
-
-    def __str__(self):
-        default = Case()
-        changed = [
-            f"{f.name}={getattr(self, f.name)}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != getattr(default, f.name)
-        ]
-        return "-".join(changed) or "default"
-
-
-def packed(batch, length, rng):
-    """Documents of random lengths with padding on both sides, between and inside."""
-    ids = np.zeros((batch, length), np.int32)
-    for row in ids:
-        at, name = int(rng.integers(0, 4)), 1
-        while at < length:
-            end = at + int(rng.integers(1, max(2, length // 4)))
-            row[at:end] = name
-            row[at : at + int(rng.integers(0, 3))] = 0
-            at, name = end + int(rng.integers(0, 2)) * 3, name % 3 + 1
-        row[length - int(rng.integers(0, 3)) :] = 0
-    return ids
 
 
 def gates(case, shape, rng):
@@ -95,7 +73,9 @@ def inputs(case, seed=0):
     g = None
     if case.gates != "none":
         g = gates(case, beta.shape, rng).astype(np.float32)
-    ids = packed(batch, length, rng) if case.documents else None
+    ids = (
+        drawn.packed(batch, length, rng, range(1, max(2, length // 4))) if case.documents else None
+    )
     args = dict(q=q.astype(dtype), k=k.astype(dtype), v=v.astype(dtype), g=g, beta=beta)
     args["state"] = state if case.state else None
     return args, ids, (do.astype(dtype), d_state)

@@ -15,6 +15,7 @@ from jax import lax
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+import drawn  # noqa: E402
 import interpret_shim  # noqa: E402
 import offline  # noqa: E402
 
@@ -26,7 +27,7 @@ SCALE = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(drawn.Named):
     batch: int = 1
     length: int = 150
     heads: int = 2
@@ -39,29 +40,6 @@ class Case:
     state: bool = False
     weights: bool = False
     pieces: int | None = None
-
-    def __str__(self):
-        return (
-            "-".join(
-                f"{f.name}={getattr(self, f.name)}"
-                for f in dataclasses.fields(self)
-                if getattr(self, f.name) != f.default
-            )
-            or "default"
-        )
-
-
-def documents(batch, length, rng):
-    """Segment ids with padding at both ends, between documents and inside them."""
-    ids = np.zeros((batch, length), np.int32)
-    for row in ids:
-        at, name = int(rng.integers(0, 4)), 1
-        while at < length:
-            end = at + int(rng.integers(1, max(2, length // 3)))
-            row[at:end] = name
-            at, name = end + int(rng.integers(0, 2)) * 3, name % 3 + 1
-    ids[rng.random(ids.shape) < 0.05] = 0
-    return ids
 
 
 def gates(case, shape, rng):
@@ -99,7 +77,11 @@ def inputs(case, seed=0):
         values["initial_state"] = normal(*state)
     if c.weights:
         values["v_scale"] = jnp.log1p(jnp.exp(normal(*tokens, c.heads)))
-    ids = jnp.asarray(documents(*tokens, rng)) if c.documents else None
+    ids = (
+        jnp.asarray(drawn.packed(*tokens, rng, range(1, max(2, c.length // 3)), 0.05))
+        if c.documents
+        else None
+    )
     cotangents = normal(*tokens, c.heads, c.value, dtype=c.dtype), normal(*state, factor=0.1)
     return values, ids, cotangents
 

@@ -14,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+import drawn  # noqa: E402
 import interpret_shim  # noqa: E402
 import offline  # noqa: E402
 
@@ -25,7 +26,7 @@ NAMES = ("x", "kernel", "bias", "state")
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(drawn.Named):
     batch: int = 1
     length: int = 40
     channels: int = 128
@@ -35,29 +36,6 @@ class Case:
     bias: bool = True
     state: bool = True
     silu: bool = True
-
-    def __str__(self):
-        default = Case()
-        changed = [
-            f"{f.name}={getattr(self, f.name)}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != getattr(default, f.name)
-        ]
-        return "-".join(changed) or "default"
-
-
-def packed(batch, length, rng):
-    """Documents of random lengths with padding on both sides, between and inside, scattered."""
-    ids = np.zeros((batch, length), np.int32)
-    for row in ids:
-        at, name = int(rng.integers(0, 4)), 1
-        while at < length:
-            end = at + int(rng.choice([1, 2, 3, 7, 30, max(4, length // 4)]))
-            row[at:end] = name
-            at, name = end + int(rng.integers(0, 2)) * 3, name % 3 + 1
-        row[rng.random(length) < 0.1] = 0
-        row[length // 2 : length // 2 + 20] = 0  # more than a tile
-    return ids
 
 
 def inputs(case, seed=0):
@@ -74,7 +52,11 @@ def inputs(case, seed=0):
         args["bias"] = normal(case.channels)
     if case.state:
         args["state"] = normal(case.batch, case.width - 1, case.channels).astype(dtype)
-    ids = packed(case.batch, case.length, rng) if case.documents else None
+    ids = None
+    if case.documents:
+        lengths = [1, 2, 3, 7, 30, max(4, case.length // 4)]
+        ids = drawn.packed(case.batch, case.length, rng, lengths, 0.1)
+        ids[:, case.length // 2 : case.length // 2 + 20] = 0  # more than a tile
     return args, ids, dy
 
 
