@@ -8,7 +8,6 @@ interpreter and fails on data races.
 
 import contextlib
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,6 @@ from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 VERSION = (0, 11, 2)
-# Every warpgroup is a host thread that blocks one of XLA's; with two cores XLA has too few.
-os.environ.setdefault("NPROC", "16")
 _TAG = "_rerouted"
 
 
