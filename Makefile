@@ -3,6 +3,7 @@
 #   make demo       the main job on real input, on a CPU, without downloads
 #   make test       a smoke run on the newest JAX allowed, then the fast tests on the pinned one
 #   make test-all   every test; appends the outcome to tests/RESULTS.md
+#   make docs       the documentation, into build/site
 #   make lint       ruff and pyright
 
 SHELL := /bin/bash
@@ -15,7 +16,7 @@ PYTEST := -n 2 --dist loadgroup
 # XLA ends the process, is too short.
 PATIENT := XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_collective_call_terminate_timeout_seconds=600"
 
-.PHONY: demo test test-all smoke lint venv venv-newest clean
+.PHONY: demo test test-all smoke docs lint venv venv-newest clean
 
 demo: venv
 	@$(VENV) -u examples/demo.py
@@ -30,6 +31,10 @@ test-all: smoke venv
 smoke: venv-newest
 	@XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" \
 		.venv-newest/bin/python -m tools.smoke
+
+docs: venv
+	@NO_MKDOCS_2_WARNING=1 $(VENV) -m mkdocs build --quiet
+	@echo "build/site/index.html"
 
 lint: venv
 	@[ -x .venv/bin/pyright ] || $(VENV) -m pip install --quiet -c constraints.txt -e '.[lint]'

@@ -1,29 +1,129 @@
-"""The README is true: its examples run, and its status table is what the code says."""
+"""The README and the pages of ``docs/`` are true: what they show runs, what they name exists."""
 
+import contextlib
+import importlib.util
+import io
+import os
+import pydoc
 import re
+import shlex
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
+import cases
 import pytest
+from typer.testing import CliRunner
 
-from tools import status_table
+from jla.cli import app
+from tools import fla_tables, status_table
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-TITLES = [
-    re.findall(r"^## (.*)$", README[: README.index(block)], re.MULTILINE)[-1] for block in BLOCKS
+DOCS = ROOT / "docs"
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
+}
+README = PAGES["README.md"]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+class Block(NamedTuple):
+    """A fenced block: the heading above it, its language, and its text."""
+
+    title: str
+    language: str
+    text: str
+
+
+def blocks(page: str) -> list[Block]:
+    found, title = [], ""
+    fence = r"^(```+)(\w*)[^\n]*\n(.*?)^\2$"
+    for match in re.finditer(rf"^#+ ([^\n]*)$|{fence}", page, re.DOTALL | re.MULTILINE):
+        if match[1] is not None:
+            title = match[1]
+        else:
+            found.append(Block(title, match[3], match[4]))
+    return found
+
+
+README_EXAMPLES = [block for block in blocks(README) if block.language == "python"]
+# A command line, and the page it stands on. Those of the README's "Command line" are run with the
+# other tests of the command.
+COMMANDS = [
+    pytest.param(line, id=f"{name}: {line.strip()}")
+    for name, page in PAGES.items()
+    for block in blocks(page)
+    if block.language == "sh" and (name, block.title) != ("README.md", "Command line")
+    for line in block.text.replace("\\\n", " ").splitlines()
+    if shlex.split(line, comments=True)
 ]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=TITLES)
-def test_example_runs(block, tmp_path, monkeypatch):
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working folder of whoever tries the examples: a checkout to make anything in."""
+    for name in ("examples", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
 
 
-def test_status_table_is_current():
-    assert status_table.updated(README) == README, "run python -m tools.status_table --write"
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("block", README_EXAMPLES, ids=[each.title for each in README_EXAMPLES])
+def test_example_of_the_readme_runs_alone(block):
+    exec(compile(block.text, "README.md", "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("name", [n for n, page in PAGES.items() if "```python" in page][1:])
+def test_a_page_runs_from_top_to_bottom(name):
+    """Its examples in one namespace; a text block behind one is what it prints."""
+    namespace, printed = {"__name__": "page"}, ""
+    for block in blocks(PAGES[name]):
+        if block.language == "python":
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(block.text, f"{name}, {block.title}", "exec"), namespace)
+            printed = out.getvalue()
+        elif block.language == "text":
+            assert printed == block.text, f"{name}, {block.title}"
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_is_one(line):
+    """``jla`` runs; of others, which install or take long, every name they use exists."""
+    words = shlex.split(line, comments=True)
+    match words:
+        case ["jla", command, *_] if any(word.startswith("fla-hub/") for word in words):
+            assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+        case ["jla", *arguments]:
+            done = CliRunner().invoke(app, arguments)
+            assert done.exit_code == 0, done.output
+        case ["pip", "install", *what]:
+            asked = re.findall(r"\[([\w,]+)\]", " ".join(what))
+            assert set(",".join(asked).split(",")) - {""} <= EXTRAS.keys()
+        case ["make", *targets]:
+            made = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            assert set(targets) <= set(made)
+        case ["python", "-m", module, *_]:
+            assert importlib.util.find_spec(module)
+        case ["python", script, *_]:
+            assert Path(script).exists()
+        case _:
+            assert words[0] in ("git", "cd"), "a command that no test looks at"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_names_exist(name):
+    """Every ``jla.`` name in backticks, every test named, and every example file."""
+    for path in re.findall(r"`(jla(?:\.\w+)+)", PAGES[name]):
+        assert pydoc.locate(path) is not None, path
+    for file, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", PAGES[name]):
+        assert not test or f"\ndef {test}(" in (ROOT / file).read_text(), f"{file}::{test}"
+    for file in re.findall(r"`((?:examples|tests|benchmarks|tools)/[\w/.]+)`", PAGES[name]):
+        assert (ROOT / file).exists(), file
 
 
 @pytest.mark.parametrize("name", re.findall(r"\]\(([^)#:]+)\)", README))
@@ -32,4 +132,32 @@ def test_linked_file_exists(name):
 
 
 def test_first_example_is_short():
-    assert len(BLOCKS[0].strip().splitlines()) <= 15
+    assert len(README_EXAMPLES[0].text.strip().splitlines()) <= 15
+
+
+def test_tables_are_current():
+    assert status_table.updated(README) == README, "run python -m tools.status_table --write"
+    page = PAGES["docs/coming-from/fla.md"]
+    assert fla_tables.updated(page) == page, "run python -m tools.fla_tables --write"
+
+
+def test_the_contract_names_its_exceptions():
+    """A question that a mixer is excused from stands on the contract's page, with the reason."""
+    page = " ".join(PAGES["docs/contract.md"].split())
+    for row in cases.MIXERS.values():
+        for reason in row.cannot.values():
+            assert reason in page
+
+
+def test_the_site_builds(tmp_path):
+    """Every page is in the navigation, every link and every documented name resolves."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "reference" / "layers.html").exists()

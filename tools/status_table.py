@@ -21,7 +21,8 @@ from jla.ops.kinds import KINDS
 
 ROOT = Path(__file__).parent.parent
 README, GOLDEN = ROOT / "README.md", ROOT / "tests" / "golden"
-BEGIN, END = "<!-- status: begin -->", "<!-- status: end -->"
+# The documentation shows what stands between them, too.
+BEGIN, END = "<!-- --8<-- [start:status] -->", "<!-- --8<-- [end:status] -->"
 FORMS = ("reference", "chunk", "mosaic")
 HEAD = ["mixer", "paper", "reference", "chunk", "Hopper kernel", "models", "parity with FLA 0.6.0"]
 
