@@ -10,7 +10,7 @@ import importlib
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["cache", "convert", "generation", "layers", "models", "nn", "ops", "train"]
+__all__ = ["cache", "convert", "eval", "generation", "layers", "models", "nn", "ops", "train"]
 
 
 def _refuse_mixed_installation() -> None:

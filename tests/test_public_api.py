@@ -9,7 +9,7 @@ from flax import nnx
 
 import jla
 
-PARTS = ["layers", "nn", "ops", "models", "convert", "generation", "train"]
+PARTS = ["layers", "nn", "ops", "models", "convert", "generation", "train", "eval"]
 ABSENT = [name for name in PARTS if importlib.util.find_spec(f"jla.{name}") is None]
 
 

@@ -50,13 +50,14 @@ def blocks(page: str) -> list[Block]:
 
 
 README_EXAMPLES = [block for block in blocks(README) if block.language == "python"]
-# A command line, and the page it stands on. Those of the README's "Command line" are run with the
-# other tests of the command.
+# A command line, and the page it stands on. Those of these sections are run with the other tests of
+# the command.
+ELSEWHERE = [("README.md", "Evaluate"), ("README.md", "Command line")]
 COMMANDS = [
     pytest.param(line, id=f"{name}: {line.strip()}")
     for name, page in PAGES.items()
     for block in blocks(page)
-    if block.language == "sh" and (name, block.title) != ("README.md", "Command line")
+    if block.language == "sh" and (name, block.title) not in ELSEWHERE
     for line in block.text.replace("\\\n", " ").splitlines()
     if shlex.split(line, comments=True)
 ]

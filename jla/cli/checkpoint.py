@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jla.convert import CheckpointError, from_pretrained
 from jla.convert.files import Tensors
 from jla.convert.pretrained import abstract_model, checkpoint_folder, file_dtype, read_config
+from jla.eval import ByteCodec, Codec, TokenizerCodec
 from jla.layers import TokenMixer
 from jla.models import CausalLM, Config
 
@@ -22,15 +23,42 @@ class Checkpoint(NamedTuple):
     config: Config
     shapes: CausalLM
 
-    def load(self, dtype: str | None = None) -> CausalLM:
+    def load(self, dtype: str | None = None, *, scan_layers: bool = False) -> CausalLM:
         """The model; ``dtype`` of its parameters, the file's if None."""
-        return from_pretrained(None, self.folder, dtype=None if dtype is None else jnp.dtype(dtype))
+        given = None if dtype is None else jnp.dtype(dtype)
+        return from_pretrained(None, self.folder, dtype=given, scan_layers=scan_layers)
 
     def limit(self) -> int | None:
         """Tokens of context; None where no layer attends to all of them."""
         mixers = [block.attn for block in self.shapes.model.layers]
         whole = any(attends(mixer) and window(mixer) is None for mixer in mixers)
         return self.config.max_position_embeddings if whole else None
+
+    def length(self, given: int | None, option: str) -> int:
+        """How many tokens the model reads at once: ``given``, else the config's length.
+
+        Raises:
+            ValueError: more than :meth:`limit`; the message names the ``option``.
+        """
+        limit = self.limit()
+        if given is not None and limit is not None and given > limit:
+            raise ValueError(f"{option} {given} exceeds the model's limit of {limit} tokens")
+        return given or self.config.max_position_embeddings or 2048
+
+    def codec(self, as_bytes: bool) -> Codec:
+        """What turns text into this checkpoint's ids: its tokenizer, or bytes.
+
+        Raises:
+            FileNotFoundError: the folder has no tokenizer.
+            ValueError: the tokenizer cannot be read, or a vocabulary is not one of bytes.
+        """
+        if not as_bytes:
+            return TokenizerCodec(self.folder)
+        if self.config.vocab_size != 256:
+            raise ValueError(
+                f"--bytes needs a vocabulary of 256, this model's is {self.config.vocab_size}"
+            )
+        return ByteCodec()
 
 
 def attends(mixer: TokenMixer) -> bool:

@@ -20,6 +20,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+measures = typer.Typer(
+    help="Measure a checkpoint.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(measures, name="eval")
+
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
     typer.Option(help="Dtype of the parameters; the file's, tensor by tensor, if not given."),
@@ -104,7 +112,7 @@ def convert(
         convert.run(source, target, dtype, max_shard_size, report)
 
 
-@app.command()
+@measures.command()
 def ppl(
     folder: Folder,
     files: Annotated[
@@ -130,6 +138,44 @@ def ppl(
         from jla.cli import ppl
 
         ppl.run(folder, files, window, stride, dtype, as_bytes, as_json)
+
+
+@measures.command("lm-eval")
+def lm_eval(
+    folder: Folder,
+    tasks: Annotated[list[str], typer.Option(help="Names or patterns, with commas or one by one.")],
+    include_path: Annotated[
+        Path | None, typer.Option(help="Folder with task files of your own.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="First documents of a task.")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples in the prompt; the task's if not given.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 8,
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens read at once.", show_default="the config's"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the draws of tasks that sample.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="File for all results and every request, as JSON.")
+    ] = None,
+    dtype: Dtype = None,
+    as_bytes: Bytes = False,
+    as_json: Json = False,
+    debug: Debug = False,
+):
+    """Run tasks of lm-evaluation-harness; needs the extra "eval".
+
+    The numbers do not depend on the batch size.
+    """
+    with one_line(debug):
+        from jla.cli import harness
+
+        chosen = harness.Settings(
+            tasks, include_path, limit, num_fewshot, batch_size, max_length, seed, output
+        )
+        harness.run(folder, chosen, dtype, as_bytes, as_json)
 
 
 @app.command()

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jla.cli.checkpoint import look_at
-from jla.cli.tokens import FILES
 from jla.convert import to_state_dict
 from jla.convert.files import Tensors
 from jla.convert.pretrained import DTYPES
+from jla.eval.tokens import FILES
 from jla.models import CausalLM
 
 COPIED = (*FILES, "generation_config.json")

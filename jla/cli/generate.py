@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jla.cli.checkpoint import Checkpoint, look_at
-from jla.cli.tokens import Codec, codec
+from jla.eval import Codec
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> bytes:
@@ -43,7 +43,7 @@ def run(
 ) -> None:
     """Continues the prompt on stdout, or prints tokens and text as one JSON object."""
     checkpoint = look_at(folder)
-    coder = codec(checkpoint, as_bytes)
+    coder = checkpoint.codec(as_bytes)
     ids = coder.encode(prompt, "the prompt")
     check_length(checkpoint, len(ids), max_new_tokens)
     writer = Writer(coder, stops(checkpoint.config.eos_token_id), quiet=as_json)

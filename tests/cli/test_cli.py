@@ -22,37 +22,22 @@ from convert.checkpoints import assert_same, read
 from flax import nnx
 from helpers import assert_close
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from typer.testing import CliRunner
 
 import jla.cli.convert
 import jla.cli.info
 import jla.cli.ppl
+from cli.call import ROOT, SHIPPED, assert_one_line, call, copy_with_tokenizer, output
 from jla.cli import app
 from jla.cli.checkpoint import Checkpoint, look_at
 from jla.cli.generate import Writer
-from jla.cli.tokens import ByteCodec, TokenizerCodec
 from jla.convert.pretrained import abstract_model
+from jla.eval import ByteCodec, TokenizerCodec
+from jla.eval.perplexity import windows
 from jla.models import MODELS, AutoModelForCausalLM, CausalLM, GatedDeltaNetConfig
 
-ROOT = Path(__file__).parent.parent.parent
-SHIPPED = ROOT / "examples" / "checkpoints" / "tiny_gated_deltanet"
 TEXT = b"The import statement binds a name; assert fails."
-COMMANDS = ("info", "generate", "convert", "ppl", "version")
+COMMANDS = ("info", "generate", "convert", "eval ppl", "eval lm-eval", "version")
 HEAVY = ("jax", "flax", "transformers", "numpy")
-
-
-def call(*args):
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
-def output(*args) -> str:
-    """What a call that must succeed prints."""
-    done = call(*args)
-    assert done.exit_code == 0, done.stderr or done.exception
-    assert done.stderr == "", "a progress bar is for terminals"
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +62,7 @@ def hybrid(tmp_path_factory):
 @pytest.fixture(scope="module")
 def with_tokenizer(tmp_path_factory):
     """The shipped checkpoint with a tokenizer whose tokens are bytes, numbered otherwise."""
-    folder = tmp_path_factory.mktemp("checkpoints") / "tokenizer"
-    shutil.copytree(SHIPPED, folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE(vocab={each: i for i, each in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    return copy_with_tokenizer(tmp_path_factory.mktemp("checkpoints") / "tokenizer")
 
 
 @pytest.fixture
@@ -108,7 +84,7 @@ def test_help_loads_nothing_heavy():
 import sys
 from jla.cli import app
 for command in {COMMANDS}:
-    for args in (["--help"], [command, "--help"]):
+    for args in (["--help"], ["eval", "--help"], [*command.split(), "--help"]):
         try:
             app(args)
         except SystemExit as end:
@@ -315,7 +291,7 @@ def test_ppl_is_the_direct_computation(tmp_path):
     found = {}
     for window, stride in [(len(TEXT), 7), (len(TEXT) + 9, 48), (24, 12)]:
         args = ["--bytes", "--dtype", "float32", "--window", window, "--stride", stride, "--json"]
-        facts = found[window] = json.loads(output("ppl", SHIPPED, file, *args))
+        facts = found[window] = json.loads(output("eval", "ppl", SHIPPED, file, *args))
         expected = nats(window, stride)
         assert facts["tokens"] == facts["bytes"] == len(TEXT)
         assert_close(math.log(facts["perplexity"]), expected / len(TEXT), dtype="float32")
@@ -329,18 +305,18 @@ def test_ppl_through_a_tokenizer_and_of_several_files(with_tokenizer, tmp_path):
     files = [tmp_path / "a", tmp_path / "b"]
     files[0].write_text("a short one", encoding="utf-8")
     files[1].write_text("und ein längerer, ohne Grund", encoding="utf-8")
-    facts = json.loads(output("ppl", with_tokenizer, *files, "--json"))
+    facts = json.loads(output("eval", "ppl", with_tokenizer, *files, "--json"))
     sizes = [len(file.read_bytes()) - 1 for file in files]  # the first token is given
     assert [each["tokens"] for each in facts["files"]] == sizes
     assert [each["bytes"] for each in facts["files"]] == sizes
     bits = [each["bits_per_byte"] for each in facts["files"]]
     assert_close(facts["bits_per_byte"], np.average(bits, weights=sizes), tol=1e-6)
-    assert len(output("ppl", with_tokenizer, *files).splitlines()) == 3
+    assert len(output("eval", "ppl", with_tokenizer, *files).splitlines()) == 3
 
 
 @pytest.mark.parametrize("length, window, stride", [(2, 5, 5), (20, 5, 5), (20, 6, 2), (9, 8, 1)])
 def test_windows_predict_every_token_once(length, window, stride):
-    found = list(jla.cli.ppl.windows(length, window, stride))
+    found = list(windows(length, window, stride))
     predicted = [i for _, first, end in found for i in range(first, end)]
     assert predicted == list(range(length - 1))
     assert all(begin <= first < end <= begin + window for begin, first, end in found)
@@ -351,19 +327,21 @@ def test_default_window_and_stride(hybrid):
     assert jla.cli.ppl.sizes(look_at(str(SHIPPED)), 5000, None) == (5000, 2500)
 
 
-def assert_one_line(done, message, code=2):
-    assert done.exit_code == code, done.output
-    assert done.stdout == ""
-    assert re.fullmatch(rf"jla: .*{message}.*\n", done.stderr), done.stderr
-
-
 PROMPT = ("--prompt", "a", "--bytes")
 
 
-@pytest.mark.parametrize("command", ["info", "generate", "convert", "ppl"])
-def test_wrong_path(command, tmp_path):
-    more = {"generate": PROMPT, "convert": [tmp_path / "to"], "ppl": [SHIPPED / "config.json"]}
-    done = call(command, tmp_path / "nowhere", *more.get(command, ()))
+@pytest.mark.parametrize(
+    "command, more",
+    [
+        ("info", ()),
+        ("generate", PROMPT),
+        ("convert", ["to"]),
+        ("eval ppl", ["README.md"]),
+        ("eval lm-eval", ["--tasks", "any"]),
+    ],
+)
+def test_wrong_path(command, more, tmp_path):
+    done = call(*command.split(), tmp_path / "nowhere", *more)
     assert_one_line(done, "nowhere is neither a folder nor the id of a hub repository")
 
 
@@ -387,26 +365,26 @@ def test_contexts_beyond_the_limit_of_attention(hybrid, tmp_path):
     long = call("generate", hybrid, "--bytes", "--prompt", "x" * 16, "--max-new-tokens", 1)
     assert_one_line(long, "the prompt's 17 tokens and 1 new ones exceed the model's limit of 16")
     (tmp_path / "text").write_text("text")
-    done = call("ppl", hybrid, tmp_path / "text", "--bytes", "--window", 17)
+    done = call("eval", "ppl", hybrid, tmp_path / "text", "--bytes", "--window", 17)
     assert_one_line(done, "--window 17 exceeds the model's limit of 16")
 
 
 def test_text_that_is_not_utf8(with_tokenizer, tmp_path):
     file = tmp_path / "latin"
     file.write_bytes("naïve".encode("latin-1"))
-    assert_one_line(call("ppl", with_tokenizer, file), "latin is not UTF-8 text")
+    assert_one_line(call("eval", "ppl", with_tokenizer, file), "latin is not UTF-8 text")
     done = call("generate", with_tokenizer, "--prompt-file", file)
     assert_one_line(done, "the prompt is not UTF-8 text")
-    assert json.loads(output("ppl", SHIPPED, file, "--bytes", "--json"))["tokens"] == 5
+    assert json.loads(output("eval", "ppl", SHIPPED, file, "--bytes", "--json"))["tokens"] == 5
 
 
 def test_bad_calls_of_ppl(tmp_path):
     empty = tmp_path / "empty"
     empty.touch()
-    assert_one_line(call("ppl", SHIPPED, empty, "--bytes"), "empty is too short")
-    assert_one_line(call("ppl", SHIPPED, empty), "has no tokenizer")
-    assert_one_line(call("ppl", SHIPPED, tmp_path / "no", "--bytes"), "No such file")
-    done = call("ppl", SHIPPED, empty, "--bytes", "--window", 4, "--stride", 5)
+    assert_one_line(call("eval", "ppl", SHIPPED, empty, "--bytes"), "empty is too short")
+    assert_one_line(call("eval", "ppl", SHIPPED, empty), "has no tokenizer")
+    assert_one_line(call("eval", "ppl", SHIPPED, tmp_path / "no", "--bytes"), "No such file")
+    done = call("eval", "ppl", SHIPPED, empty, "--bytes", "--window", 4, "--stride", 5)
     assert_one_line(done, "--stride 5 exceeds --window 4")
 
 
@@ -473,16 +451,21 @@ def test_an_error_of_ours_is_told_apart(monkeypatch):
 
 
 README = (ROOT / "README.md").read_text()
-SECTION = README[README.index("## Command line") :].split("\n## ")[0]
+
+
+def is_call_of(command, line):
+    return line[: 1 + len(command.split())] == ["jla", *command.split()]
 
 
 def test_the_readmes_commands_run(tmp_path, monkeypatch):
     for name in ("examples", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"^```sh\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
-    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
-    assert [line[:1] for line in lines] == len(COMMANDS) * [["jla"]]
-    assert {line[1] for line in lines} == set(COMMANDS)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    blocks = re.findall(r"^```sh\n(jla.*?)^```", README, re.DOTALL | re.MULTILINE)
+    text = "".join(blocks).replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in text.splitlines()]
+    named = {command for command in COMMANDS for line in lines if is_call_of(command, line)}
+    assert named == set(COMMANDS)
     for line in lines:
         assert output(*line[1:]).strip()

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from jla.cli.checkpoint import Checkpoint
-
 # What tokenizers of Transformers are saved in.
 FILES = (
     "tokenizer.json",
@@ -26,8 +24,13 @@ _ENOUGH = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.
 class Codec(Protocol):
     """Text as it stands in files, bytes, to ids and back."""
 
-    def encode(self, text: bytes, source: str) -> list[int]:
-        """Ids of a text; errors name its ``source``."""
+    @property
+    def prefix(self) -> int | None:
+        """The id that stands before a document's first, None if there is no such id."""
+        ...
+
+    def encode(self, text: bytes, source: str, *, special: bool = True) -> list[int]:
+        """Ids of a text, by default with those that open a document; errors name its ``source``."""
         ...
 
     def decode(self, ids: Sequence[int]) -> bytes:
@@ -42,15 +45,15 @@ class Codec(Protocol):
 class ByteCodec:
     """An id is a byte's value; 0, which no text holds, opens a document."""
 
-    BOUNDARY = 0
+    prefix = 0
 
-    def encode(self, text: bytes, source: str) -> list[int]:
+    def encode(self, text: bytes, source: str, *, special: bool = True) -> list[int]:
         """See :class:`Codec`."""
-        return [self.BOUNDARY, *text]
+        return [self.prefix, *text] if special else list(text)
 
     def decode(self, ids: Sequence[int]) -> bytes:
         """See :class:`Codec`."""
-        return bytes(i for i in ids if i != self.BOUNDARY)
+        return bytes(i for i in ids if i != self.prefix)
 
     def is_incomplete(self, text: bytes) -> bool:
         """See :class:`Codec`; bytes are written as they come."""
@@ -72,7 +75,13 @@ class TokenizerCodec:
         except Exception as error:  # tokenizers raises Exception itself
             raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
-    def encode(self, text: bytes, source: str) -> list[int]:
+    @property
+    def prefix(self) -> int | None:
+        """See :class:`Codec`: the tokenizer's BOS, else its EOS."""
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        return eos if bos is None else bos
+
+    def encode(self, text: bytes, source: str, *, special: bool = True) -> list[int]:
         """See :class:`Codec`.
 
         Raises:
@@ -82,7 +91,8 @@ class TokenizerCodec:
             decoded = text.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{source} is not UTF-8 text: {error}") from None
-        return list(self.tokenizer(decoded, verbose=False)["input_ids"])
+        options = dict(add_special_tokens=special, verbose=False)
+        return list(self.tokenizer(decoded, **options)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> bytes:
         """See :class:`Codec`."""
@@ -91,19 +101,3 @@ class TokenizerCodec:
     def is_incomplete(self, text: bytes) -> bool:
         """See :class:`Codec`."""
         return text.endswith("\N{REPLACEMENT CHARACTER}".encode())
-
-
-def codec(checkpoint: Checkpoint, as_bytes: bool) -> Codec:
-    """What turns text into this checkpoint's ids.
-
-    Raises:
-        FileNotFoundError: the folder has no tokenizer.
-        ValueError: the tokenizer cannot be read, or a vocabulary is not one of bytes.
-    """
-    if not as_bytes:
-        return TokenizerCodec(checkpoint.folder)
-    if checkpoint.config.vocab_size != 256:
-        raise ValueError(
-            f"--bytes needs a vocabulary of 256, this model's is {checkpoint.config.vocab_size}"
-        )
-    return ByteCodec()
