@@ -33,7 +33,7 @@ smoke: venv-newest
 		.venv-newest/bin/python -m tools.smoke
 
 docs: venv
-	@NO_MKDOCS_2_WARNING=1 $(VENV) -m mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(VENV) -m mkdocs build
 	@echo "build/site/index.html"
 
 lint: venv

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 
 # Not inside of a link that the page makes itself.
-NAME = re.compile(r"(?<!a>)(?<!\">)<code>(jla\.[\w.]+)</code>(?!</a>)")
+NAME = re.compile(r"(?<!\">)(?<!optional>)<code>(jla\.[\w.]+)</code>(?!</a>)")
 
 
-def on_page_content(html: str, page, **_) -> str:
+def on_page_content(html: str, **_) -> str:
     """``<code>jla.ops.gla</code>`` becomes a link, where the name is documented."""
-    if page.file.src_uri.startswith("reference/"):
-        return html
     return NAME.sub(r'<autoref identifier="\1" optional><code>\1</code></autoref>', html)

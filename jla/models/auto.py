@@ -45,6 +45,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "linear_attn": LinearAttentionForCausalLM,
     "transformer": TransformerForCausalLM,
 }
+"""The language model of every ``model_type``."""
 
 
 class AutoModelForCausalLM:
