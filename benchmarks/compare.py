@@ -58,7 +58,7 @@ def peer_functions(op: str, p, options):
     """As ``cases.functions``, of jax-linear-attention."""
     import jax
 
-    from benchmarks import cases
+    from jla.bench import cases
 
     def forward(inputs):
         return peer_call(op, inputs, cases.segment_ids(p), options)
@@ -75,8 +75,8 @@ def work(lib: str, name: str) -> None:
     import jax
     import jax.numpy as jnp
 
-    from benchmarks import cases
-    from benchmarks.run import median_ms
+    from jla.bench import cases
+    from jla.bench.timing import median_ms
 
     case = cases.CASES[name]
     op, p = case.op, case.shape
@@ -111,7 +111,10 @@ def start(lib: str, name: str, peer: str) -> subprocess.Popen:
     """A process that compiles; it says "ready"."""
     root = str(Path(__file__).parent.parent)
     paths = [root] if lib == "ours" else [peer, root]
-    code = f"import sys; sys.path[:0] = {paths!r}; from benchmarks import compare; "
+    # The peer's package has no cases: they are found in ours.
+    package = str(Path(root, "jla"))
+    code = f"import sys; sys.path[:0] = {paths!r}; import jla; jla.__path__.append({package!r}); "
+    code += "from benchmarks import compare; "
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return subprocess.Popen(
         [sys.executable, "-c", code + f"compare.work({lib!r}, {name!r})"],
@@ -155,7 +158,7 @@ def main() -> None:
     parser.add_argument("--peer", required=True, help="folder of jax-linear-attention, unpacked")
     parser.add_argument("--out", required=True, help="file to write JSON lines to")
     options = parser.parse_args()
-    from benchmarks import cases
+    from jla.bench import cases
 
     chosen = [case for case in cases.select(options.ops)]
     pairs = [(lib, case.id) for case in chosen for lib in ("ours", "peer")]

@@ -21,8 +21,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from benchmarks import cases
-from benchmarks.run import median_ms
+from jla.bench import cases
+from jla.bench.timing import median_ms
 from tools.versions import versions
 
 RESULTS = Path(__file__).parent / "RESULTS.md"

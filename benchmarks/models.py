@@ -23,8 +23,8 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
-from benchmarks.run import median_ms  # noqa: E402
 from jla import ops  # noqa: E402
+from jla.bench.timing import median_ms  # noqa: E402
 from jla.layers import GatedDeltaNet, Mamba2  # noqa: E402
 from jla.models import AutoModelForCausalLM, GatedDeltaNetConfig, Mamba2Config  # noqa: E402
 

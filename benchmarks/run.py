@@ -1,4 +1,4 @@
-"""Times the library's ops at named shapes; one JSON object a line.
+"""Times the library's ops at named shapes, as ``jla bench`` does; one JSON object a line.
 
     python -m benchmarks.run --list
     python -m benchmarks.run --ops gdn/A,attn --impl chunk --out ours.jsonl
@@ -12,33 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import cases
+from jla.bench import cases
+from jla.bench.timing import times
 from tools.versions import versions
-
-BATCHES = 12
-
-
-def median_ms(call: Callable, seconds: float = 0.02, batches: int = BATCHES) -> float:
-    """Median ms of a call, over batches that each last about ``seconds``."""
-
-    def batch(count):
-        start = time.perf_counter()
-        for _ in range(count):
-            result = call()
-        jax.block_until_ready(result)
-        return (time.perf_counter() - start) / count
-
-    batch(2)
-    count = max(2, min(200, int(seconds / batch(2))))
-    return statistics.median(batch(count) for _ in range(batches)) * 1e3
 
 
 def measure(case: cases.Case, impl: str, dtype, tiny: bool = False) -> dict:
@@ -49,12 +30,7 @@ def measure(case: cases.Case, impl: str, dtype, tiny: bool = False) -> dict:
     record |= dict(floor_fwd=floor_fwd, floor_fb=floor_fb, dtype=jnp.dtype(dtype).name)
     try:
         record["ran"] = cases.explain(case.op, p, impl, dtype).impl
-        forward, both = map(jax.jit, cases.functions(case.op, p, impl))
-        inputs = cases.make_inputs(case.op, p, dtype)
-        cotangent = cases.make_cotangent(case.op, p, dtype)
-        record["fwd"] = median_ms(lambda: forward(inputs))
-        record["fb"] = median_ms(lambda: both(inputs, cotangent))
-        return record | dict(ok=True)
+        return record | times(case.op, p, impl, dtype)._asdict() | dict(ok=True)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
         # Out of memory, or an implementation that refuses: the other cases still count.
         return record | dict(ok=False, error=f"{type(error).__name__}: {error}"[:300])

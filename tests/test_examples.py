@@ -13,8 +13,9 @@ from helpers import assert_close
 
 import corpus
 import train_tiny
-from benchmarks import cases, compare, run
+from benchmarks import compare, run
 from flax_block import TinyGPT, gated_deltanet, softmax_attention
+from jla.bench import cases
 from jla.models import AutoModelForCausalLM
 
 ROOT = Path(__file__).parent.parent

@@ -16,7 +16,7 @@ ORDER = [
     ("cache",),
     ("models",),
     ("convert", "generation"),
-    ("train", "eval"),
+    ("train", "eval", "bench"),
     ("cli",),
 ]
 RANK = {name: rank for rank, group in enumerate(ORDER) for name in group}

@@ -179,6 +179,39 @@ def lm_eval(
 
 
 @app.command()
+def bench(
+    op: Annotated[list[str] | None, typer.Option(help="Op, like gdn; all if not given.")] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of a shape, like A; all of the ops' if not given."),
+    ] = None,
+    impl: Annotated[
+        str, typer.Option(help="reference, chunk or mosaic; what the op takes itself if not given.")
+    ] = "auto",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of q, k, v and their like.")
+    ] = "bfloat16",
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="Shrink the shapes, to try the command on a CPU.")
+    ] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Print the cases and stop.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+):
+    """Time ops at named shapes: forward, and forward and backward with all gradients.
+
+    --op and --shape may be given several times.
+    """
+    with one_line(debug):
+        from jla.cli import bench
+
+        if listed:
+            bench.show(op or (), shape or (), as_json)
+        else:
+            bench.run(op or (), shape or (), impl, dtype, tiny, as_json)
+
+
+@app.command()
 def version():
     """Print the versions of jla and of what it computes with."""
     from importlib.metadata import version

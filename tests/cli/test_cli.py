@@ -36,7 +36,7 @@ from jla.eval.perplexity import windows
 from jla.models import MODELS, AutoModelForCausalLM, CausalLM, GatedDeltaNetConfig
 
 TEXT = b"The import statement binds a name; assert fails."
-COMMANDS = ("info", "generate", "convert", "eval ppl", "eval lm-eval", "version")
+COMMANDS = ("info", "generate", "convert", "eval ppl", "eval lm-eval", "bench", "version")
 HEAVY = ("jax", "flax", "transformers", "numpy")
 
 
