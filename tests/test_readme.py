@@ -163,7 +163,7 @@ def test_the_site_builds(tmp_path):
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    for part in ("convert", "generation", "layers", "models", "nn", "ops", "train"):
+    for part in ("convert", "eval", "generation", "layers", "models", "nn", "ops", "train"):
         page = (tmp_path / "reference" / f"{part}.html").read_text()
         for name in importlib.import_module(f"jla.{part}").__all__:
             assert f'id="jla.{part}.{name}"' in page, f"jla.{part}.{name} is not in the reference"
