@@ -50,11 +50,13 @@ class Block(nnx.Module):
 
     def __init__(self, config: Config, layer_idx: int, mixer: TokenMixer, settings: Settings, rngs):
         self.layer_ids = (layer_idx,)
-        norm = partial(self.make_norm, config, settings.param_dtype)
+        # By way of the class: `nnx.tabulate` leaves a class's static methods behind as plain ones.
+        kind = type(self)
+        norm = partial(kind.make_norm, config, settings.param_dtype)
         self.attn_norm, self.attn = norm(), mixer
         if "mlp" in self.sublayers:
             self.mlp_norm = norm()
-            self.mlp = self.make_mlp(config, layer_idx, **settings.options(rngs))
+            self.mlp = kind.make_mlp(config, layer_idx, **settings.options(rngs))
         in_front = layer_idx == 0 and getattr(config, "norm_first", False)
         self.pre_norm = norm() if in_front else None
         size = config.attnres_block_size

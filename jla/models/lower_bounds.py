@@ -23,7 +23,7 @@ class BoundedDecoder(Decoder):
     def __init__(self, config: Any, *, param_dtype=jnp.float32, rngs: nnx.Rngs, **options):
         super().__init__(config, param_dtype=param_dtype, rngs=rngs, **options)
         if config.use_lower_bound:
-            shape = (config.num_hidden_layers, self.gate_width(config))
+            shape = (config.num_hidden_layers, type(self).gate_width(config))
             self.lower_bounds = nnx.Param(jnp.zeros(shape, param_dtype))
 
     @staticmethod
