@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,11 +87,18 @@ def look_at(folder_or_repo_id: str, *, weights: bool = True) -> Checkpoint:
     weights = weights or Path(folder_or_repo_id).is_dir()
     patterns = ["*.json", *(["*.safetensors"] if weights else [])]
     folder = checkpoint_folder(folder_or_repo_id, patterns=patterns)
-    try:
+    with impossible_sizes(folder):
         family, config = read_config(folder)
         dtype = file_dtype(Tensors(folder)) if weights else jnp.dtype(config.dtype or "float32")
         shapes = abstract_model(family, config, param_dtype=dtype)
         jax.eval_shape(lambda: shapes.new_cache(1, 1))  # some impossible sizes show only here
         return Checkpoint(folder, config, shapes)
+
+
+@contextlib.contextmanager
+def impossible_sizes(folder: Path) -> Iterator[None]:
+    """Says of a config what it is when making its model fails somewhere inside."""
+    try:
+        yield
     except (ArithmeticError, LookupError, TypeError) as error:
         raise CheckpointError(f"{folder / 'config.json'} makes no model: {error!r}") from error

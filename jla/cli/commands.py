@@ -93,23 +93,31 @@ def convert(
     target: Annotated[
         Path, typer.Argument(metavar="TARGET", help="Folder to make; it must not hold anything.")
     ],
+    to: Annotated[
+        Literal["fla", "orbax"],
+        typer.Option(help="safetensors as flash-linear-attention has them, or Orbax."),
+    ] = "fla",
     dtype: Dtype = None,
     max_shard_size: Annotated[
-        str, typer.Option(help="Bytes, or like 500MB or 5GB; larger checkpoints are cut.")
-    ] = "50GB",
+        str | None,
+        typer.Option(
+            help="Bytes, or like 500MB or 5GB; larger checkpoints are cut.", show_default="50GB"
+        ),
+    ] = None,
     report: Annotated[
         bool, typer.Option("--report", help="Print shape and dtypes of every tensor.")
     ] = False,
     debug: Debug = False,
 ):
-    """Write a checkpoint again in flash-linear-attention's format, whole or not at all.
+    """Write a checkpoint again, in flash-linear-attention's format or Orbax's; whole or not at all.
 
-    Parameters that are float32 by meaning, such as A_log, stay float32 at any dtype.
+    The source may have either format: a folder "params" beside its config.json is an Orbax
+    checkpoint. Parameters that are float32 by meaning, such as A_log, stay float32 at any dtype.
     """
     with one_line(debug):
         from jla.cli import convert
 
-        convert.run(source, target, dtype, max_shard_size, report)
+        convert.run(source, target, to, dtype, max_shard_size, report)
 
 
 @measures.command()

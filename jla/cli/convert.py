@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jla.cli.checkpoint import look_at
+from jla.cli.checkpoint import impossible_sizes, look_at
 from jla.convert import to_state_dict
 from jla.convert.files import Tensors
 from jla.convert.pretrained import DTYPES
@@ -20,19 +23,66 @@ from jla.models import CausalLM
 COPIED = (*FILES, "generation_config.json")
 
 
-def run(source: str, target: Path, dtype: str | None, max_shard_size: str, report: bool) -> None:
+class Source(NamedTuple):
+    """What is converted: its folder, its model, and the dtype of every tensor as it is stored."""
+
+    folder: Path
+    model: CausalLM
+    dtypes: Mapping[str, str]
+
+
+def run(
+    source: str,
+    target: Path,
+    to: Literal["fla", "orbax"],
+    dtype: str | None,
+    max_shard_size: str | None,
+    report: bool,
+) -> None:
     """Writes ``source`` to ``target`` and says what was written."""
+    if to == "orbax" and max_shard_size is not None:
+        raise ValueError("--max-shard-size is for --to fla: Orbax cuts files by itself")
     target = target.resolve()
     check_target(target)
-    checkpoint = look_at(source)
     with np.errstate(over="ignore"):  # check_range says which tensor it is
-        model = checkpoint.load(dtype)
-    tensors = to_state_dict(model)
+        read = read_orbax if Path(source, "params").is_dir() else read_fla
+        given = read(source, dtype)
+    tensors = to_state_dict(given.model)
     check_range(tensors)
-    save(model, checkpoint.folder, target, max_shard_size)
+    with beside(target) as whole:
+        if to == "orbax":
+            save_orbax(given.model, whole)
+        else:
+            given.model.save_pretrained(whole, max_shard_size=size(max_shard_size or "50GB"))
+        copy_tokenizer(given.folder, whole)
     if report:
-        print(table(Tensors(checkpoint.folder).dtypes(), tensors))
+        print(table(given.dtypes, tensors))
     print(f"{len(tensors)} tensors, {sum(t.nbytes for t in tensors.values()):,} bytes: {target}")
+
+
+def read_fla(source: str, dtype: str | None) -> Source:
+    """A folder or hub repository in FLA's format."""
+    checkpoint = look_at(source)
+    stored = {name: spell(each) for name, each in Tensors(checkpoint.folder).dtypes().items()}
+    return Source(checkpoint.folder, checkpoint.load(dtype), stored)
+
+
+def read_orbax(source: str, dtype: str | None) -> Source:
+    """A folder with ``config.json`` and an Orbax checkpoint ``params``."""
+    from jla.train.checkpoint import load_orbax
+
+    folder = Path(source)
+    with impossible_sizes(folder):
+        model = load_orbax(folder)
+        stored = {name: tensor.dtype.name for name, tensor in to_state_dict(model).items()}
+        return Source(folder, load_orbax(folder, dtype=dtype) if dtype else model, stored)
+
+
+def save_orbax(model: CausalLM, folder: Path) -> None:
+    """As :func:`jla.train.checkpoint.save_orbax`, which loads Orbax."""
+    from jla.train.checkpoint import save_orbax
+
+    save_orbax(model, folder)
 
 
 def check_target(target: Path) -> None:
@@ -50,26 +100,35 @@ def check_range(tensors: dict[str, np.ndarray]) -> None:
             raise ValueError(f"{name} has values beyond the range of float16")
 
 
-def save(model: CausalLM, source: Path, target: Path, max_shard_size: str) -> None:
-    """Writes beside the target, then renames: an interruption leaves no target at all."""
-    size = int(max_shard_size) if max_shard_size.isdecimal() else max_shard_size
+@contextlib.contextmanager
+def beside(target: Path) -> Iterator[Path]:
+    """A folder to write to that becomes the target at the end: an interruption leaves no target."""
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as aside:
         whole = Path(aside, target.name)
-        model.save_pretrained(whole, max_shard_size=size)
-        for name in COPIED:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, whole / name)
+        yield whole
         os.rename(whole, target)
 
 
-def table(before: dict[str, str], after: dict[str, np.ndarray]) -> str:
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copies what a checkpoint holds beside its weights and config."""
+    for name in COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def size(given: str) -> int | str:
+    """Bytes, as a number or as they were given."""
+    return int(given) if given.isdecimal() else given
+
+
+def table(before: Mapping[str, str], after: dict[str, np.ndarray]) -> str:
     """A line per tensor: name, shape, dtype in, dtype out; those that were dropped too."""
     names = [*after, *(name for name in before if name not in after)]
     rows = [("name", "shape", "dtype in", "dtype out")]
     for name in names:
         shape = "x".join(map(str, after[name].shape)) if name in after else ""
         out = after[name].dtype.name if name in after else "dropped"
-        rows.append((name, shape, spell(before.get(name)), out))
+        rows.append((name, shape, before.get(name, "-"), out))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -77,8 +136,6 @@ def table(before: dict[str, str], after: dict[str, np.ndarray]) -> str:
     )
 
 
-def spell(dtype: str | None) -> str:
-    """safetensors' name of a dtype as numpy spells it; a new name has none."""
-    if dtype is None:
-        return "-"
+def spell(dtype: str) -> str:
+    """safetensors' name of a dtype as numpy spells it."""
     return jnp.dtype(DTYPES[dtype]).name if dtype in DTYPES else dtype

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import typer
 
+# Modules that come with an extra of this distribution.
+EXTRAS = {"lm_eval": "eval", "datasets": "eval", "orbax": "train"}
+
 
 @contextlib.contextmanager
 def one_line(debug: bool) -> Iterator[None]:
@@ -22,8 +25,18 @@ def one_line(debug: bool) -> Iterator[None]:
         if debug:
             raise
         text = " ".join(str(error).split()) or type(error).__name__
-        expected = isinstance(error, OSError | ValueError)
+        extra = missing_extra(error)
+        if extra is not None:
+            text = f"this needs the extra '{extra}': pip install 'jla-nnx[{extra}]' ({text})"
+        expected = isinstance(error, OSError | ValueError) or extra is not None
         if not expected:
             text = f"{type(error).__name__}: {text} (--debug shows where)"
         typer.echo(f"jla: {text}", err=True)
         raise typer.Exit(2 if expected else 1) from None
+
+
+def missing_extra(error: Exception) -> str | None:
+    """The extra that would have brought a module that was not found."""
+    if not isinstance(error, ModuleNotFoundError):
+        return None
+    return EXTRAS.get((error.name or "").partition(".")[0])

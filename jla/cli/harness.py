@@ -12,21 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from jla.cli.checkpoint import look_at
-
-try:
-    import datasets
-    import lm_eval.api.metrics
-    import lm_eval.api.task
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import handle_non_serializable, make_table
-except ModuleNotFoundError as error:
-    raise ValueError(
-        f"jla eval lm-eval needs the extra 'eval' (pip install 'jla-nnx[eval]'): {error}"
-    ) from error
-
+import datasets
+import lm_eval.api.task
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import handle_non_serializable, make_table
 from tqdm import tqdm
 
+from jla.cli.checkpoint import look_at
 from jla.eval.harness import HarnessLM
 
 # Draws for the standard error of metrics that are no means. They take turns in this process,

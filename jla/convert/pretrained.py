@@ -90,12 +90,17 @@ def save_pretrained(
         ValueError: a shard size that cannot be read.
     """
     tensors = to_state_dict(model)
+    text = config_text(model, [tensor.dtype for tensor in tensors.values()])
+    write_checkpoint(Path(folder), {"config.json": text}, tensors, _bytes(max_shard_size))
+
+
+def config_text(model: CausalLM, dtypes: Sequence[Any]) -> str:
+    """``config.json`` of a model whose tensors are stored in ``dtypes``."""
     config = json.loads(model.config.to_json_string(use_diff=True))
     config["architectures"] = [type(model).__name__]
-    if floating := [t.dtype for t in tensors.values() if jnp.issubdtype(t.dtype, jnp.floating)]:
+    if floating := [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]:
         config["dtype"] = str(collections.Counter(floating).most_common(1)[0][0])
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    write_checkpoint(Path(folder), {"config.json": text}, tensors, _bytes(max_shard_size))
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 
 def checkpoint_folder(

@@ -279,4 +279,4 @@ def test_without_the_extra(monkeypatch):
     monkeypatch.delattr("jla.cli.harness", raising=False)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     done = call("eval", "lm-eval", SHIPPED, "--bytes", "--tasks", "any")
-    assert_one_line(done, r"needs the extra 'eval' \(pip install 'jla-nnx\[eval\]'\)")
+    assert_one_line(done, r"needs the extra 'eval': pip install 'jla-nnx\[eval\]'")
