@@ -1,6 +1,7 @@
 """The examples and benchmarks run: their parts in small, and all of the demo in the slow tests."""
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from flax import nnx
 from helpers import assert_close
 
 import corpus
+import grain_packing
 import train_tiny
 from benchmarks import compare, run
 from flax_block import TinyGPT, gated_deltanet, softmax_attention
@@ -49,6 +51,28 @@ def test_packing_keeps_every_token_in_order():
         [1, 1, 2, 3, 3],
         [1, 1, 0, 0, 0],
     ]
+
+
+def test_grain_packs_every_document_whole():
+    random = np.random.default_rng(0)
+    documents = [
+        random.integers(1, 256, size).astype(np.int32) for size in random.integers(1, 40, 50)
+    ]
+    found = []
+    for batch in grain_packing.packed_batches(documents, 32, 4):
+        assert batch["ids"].shape == batch["segment_ids"].shape
+        for ids, segment_ids in zip(batch["ids"], batch["segment_ids"], strict=True):
+            assert np.all(ids[segment_ids == 0] == 0)
+            found += [tuple(ids[segment_ids == i]) for i in range(1, segment_ids.max() + 1)]
+    pieces = [piece for each in documents for piece in (each[:32], each[32:]) if len(piece)]
+    assert sorted(found) == sorted(map(tuple, pieces))
+
+
+@pytest.mark.slow
+def test_grain_packing_trains(capsys):
+    grain_packing.main()
+    losses = re.findall(r"([\d.]+) bits/byte", capsys.readouterr().out)
+    assert len(losses) == grain_packing.STEPS and all(0 < float(loss) < 3 for loss in losses)
 
 
 def test_shipped_checkpoint_is_small_and_predicts_held_out_text(shipped):

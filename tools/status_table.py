@@ -36,7 +36,7 @@ def table() -> str:
 def mixers() -> list[type[TokenMixer]]:
     """Concrete mixers of ``jla.layers`` by name, each once however many names it has."""
     found = {getattr(layers, name) for name in layers.__all__} - {TokenMixer}
-    return sorted((m for m in found if isinstance(m, type)), key=lambda mixer: mixer.__name__)
+    return sorted((m for m in found if issubclass(m, TokenMixer)), key=lambda m: m.__name__)
 
 
 def row(mixer: type[TokenMixer]) -> list[str]:

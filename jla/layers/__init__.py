@@ -16,6 +16,7 @@ from jla.layers.mamba2 import Mamba2
 from jla.layers.mamba3 import Mamba3
 from jla.layers.mixer import TokenMixer
 from jla.layers.multiscale_retention import MultiScaleRetention
+from jla.layers.rnn import MixerCell
 from jla.layers.rwkv6 import RWKV6Attention
 from jla.layers.rwkv7 import RWKV7Attention
 
@@ -38,6 +39,7 @@ __all__ = [
     "Mamba",
     "Mamba2",
     "Mamba3",
+    "MixerCell",
     "MultiScaleRetention",
     "RWKV6",
     "RWKV6Attention",
