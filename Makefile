@@ -11,7 +11,8 @@ export JAX_PLATFORMS ?= cpu
 
 VENV := .venv/bin/python
 # Tests of one table row share compiled functions, so they stay in one process.
-PYTEST := -n 2 --dist loadgroup
+# A process that dies ends the run: xdist can wait for ever for the tests it had.
+PYTEST := -n 2 --dist loadgroup --max-worker-restart 0
 # Devices of a sharded test wait for each other; on a busy machine the default of 40 s, after which
 # XLA ends the process, is too short.
 PATIENT := XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_collective_call_terminate_timeout_seconds=600"
