@@ -157,7 +157,8 @@ def run(
         form = _token_by_token
     else:
         chunk = pick_chunk(q.shape[1], chunk_size, f"chunk_size of {recurrence.name}")
-        form = partial(_chunk_by_chunk, chunk=chunk)
+        at_once = jax.default_backend() != "cpu"
+        form = partial(_chunk_by_chunk, chunk=chunk, at_once=at_once)
     o, final, states = form(recurrence, operands, g, state, state_positions)
     outputs = (o.astype(v.dtype), final if output_final_state else None)
     return outputs if state_positions is None else (*outputs, states)
@@ -179,13 +180,13 @@ def _token_by_token(recurrence, operands, g, state, state_positions):
     return jnp.moveaxis(o, 0, 1), state, states
 
 
-@partial(jax.jit, static_argnums=0, static_argnames="chunk")
-def _chunk_by_chunk(recurrence, operands, g, state, state_positions, *, chunk):
+@partial(jax.jit, static_argnums=0, static_argnames=("chunk", "at_once"))
+def _chunk_by_chunk(recurrence, operands, g, state, state_positions, *, chunk, at_once):
+    """``at_once`` prepares all chunks side by side, which keeps a wide device busy; else each is
+    prepared when its turn comes, and everything about it stays in a CPU's cache."""
     length, dtype = g.shape[1], operands[2].dtype
     operands, g = tuple(to_chunks(x, chunk) for x in operands), to_chunks(g, chunk)
 
-    # Recomputed in the backward: the C x C matrices would outweigh the inputs.
-    @jax.checkpoint
     def prepare(operands, g):
         return recurrence.within(*operands, Decay(g)).narrowed(dtype)
 
@@ -193,7 +194,13 @@ def _chunk_by_chunk(recurrence, operands, g, state, state_positions, *, chunk):
         o, after, rows = parts.advance(state, dtype)
         return after, (o.astype(dtype), None if state_positions is None else (state, rows))
 
-    final, (o, kept) = lax.scan(advance, state, prepare(operands, g))
+    # Checkpoints: the C x C matrices would outweigh the inputs, so the backward makes them anew.
+    if at_once:
+        parts = jax.checkpoint(prepare)(operands, g)
+        final, (o, kept) = lax.scan(advance, state, parts)
+    else:
+        chunk_alone = jax.checkpoint(lambda state, inputs: advance(state, prepare(*inputs)))
+        final, (o, kept) = lax.scan(chunk_alone, state, (operands, g))
     states = None
     if kept is not None:
         keys = jnp.concatenate([rank_major(operands[i]) for i in recurrence.streams], axis=-2)
