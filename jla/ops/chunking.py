@@ -68,16 +68,16 @@ def from_chunks(x: jax.Array, length: int) -> jax.Array:
 
 
 def join_blocks(blocks: jax.Array, corner) -> jax.Array:
-    """Joins lower triangular diagonal blocks, two and two, until one ``[..., C, C]`` is left.
+    """Joins lower triangular diagonal blocks, two and two, until one is left.
 
     Args:
-        blocks: ``[..., C / b, b, b]``, b a power of two.
-        corner: ``(log2 of b, first, second) -> [..., C / 2b, b, b]``, what stands below ``first``
-            and left of ``second`` in the joined blocks.
+        blocks: ``[..., N, b, c]``, N a power of two.
+        corner: ``(n, first, second) -> [..., n, b, c]``, what stands below ``first`` and left of
+            ``second`` in the n blocks that they are joined to.
     """
     while blocks.shape[-3] > 1:
         first, second = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
-        below = corner(blocks.shape[-1].bit_length() - 1, first, second)
+        below = corner(first.shape[-3], first, second)
         top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         blocks = jnp.concatenate([top, jnp.concatenate([below, second], axis=-1)], axis=-2)
     return blocks[..., 0, :, :]
@@ -92,17 +92,17 @@ def unit_lower_inverse(a: jax.Array) -> jax.Array:
     1) lose no digits.
     """
 
-    def corner(level, first, second):
-        size = 1 << level
-        return -_matmul(second, _matmul(diagonal_blocks(a, 2 * size)[..., size:, :size], first))
+    def corner(count, first, second):
+        size = first.shape[-1]
+        return -_matmul(second, _matmul(diagonal_blocks(a, count)[..., size:, :size], first))
 
-    return join_blocks(_joined_in_place(diagonal_blocks(a, min(a.shape[-1], 16))), corner)
+    return join_blocks(_joined_in_place(diagonal_blocks(a, max(a.shape[-1] // 16, 1))), corner)
 
 
-def diagonal_blocks(a: jax.Array, size: int) -> jax.Array:
-    """The blocks of the diagonal of ``a [..., C, C]``: ``[..., C / size, size, size]``."""
-    count = a.shape[-1] // size
-    blocks = [a[..., i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(count)]
+def diagonal_blocks(a: jax.Array, count: int) -> jax.Array:
+    """The ``count`` blocks of the diagonal of ``a [..., C, D]``, ``[..., count, b, c]``."""
+    b, c = a.shape[-2] // count, a.shape[-1] // count
+    blocks = [a[..., i * b : (i + 1) * b, i * c : (i + 1) * c] for i in range(count)]
     return jnp.stack(blocks, axis=-3)
 
 

@@ -10,6 +10,7 @@ factors are at most 1. Those of blocks are products of those of their halves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -46,14 +47,23 @@ class Decay:
         """What writes the leaving state, decayed from its token to the end: ``[..., C, K]``."""
         return x * self.after
 
-    def pairs(self, a: jax.Array, b: jax.Array, dtype) -> jax.Array:
+    def pairs(
+        self, rows: Sequence[jax.Array], columns: Sequence[jax.Array], dtype
+    ) -> tuple[tuple[jax.Array, ...], ...]:
         """``sum_k a_ik b_jk decay_k(j to i)`` for j <= i, else 0, ``[..., C, C]``.
 
-        Operands ``[..., C, K]`` are rounded to ``dtype``, sums are float32.
+        A table of them: of every a in ``rows`` with every b in ``columns``, each ``[..., C, K]``.
+        Operands are rounded to ``dtype``, sums are float32.
         """
-        if self._g.shape[-1] == 1:
-            return product("...ik,...jk->...ij", a, b, dtype) * self.between()
-        return _channel_pairs(a, b, self._g, dtype)
+        if self._g.shape[-1] > 1:
+            return _channel_pairs(tuple(rows), tuple(columns), self._g, dtype)
+        a, b = (jnp.stack([x.astype(dtype) for x in each], axis=-3) for each in (rows, columns))
+        table = product("...rik,...sjk->...risj", a, b, dtype)
+        between = self.between()
+        return tuple(
+            tuple(table[..., r, :, s, :] * between for s in range(len(columns)))
+            for r in range(len(rows))
+        )
 
     def spread(self, scores: jax.Array, x: jax.Array, dtype) -> jax.Array:
         """``sum_j scores_ij decay_c(j to i) x_jc`` over j <= i, ``[..., C, X]``.
@@ -64,7 +74,7 @@ class Decay:
         out = jnp.diagonal(scores, axis1=-2, axis2=-1)[..., None] * x
         for upto, after in _levels(self._g)[:-1]:
             half = upto.shape[-2]
-            corner = diagonal_blocks(scores, 2 * half)[..., half:, :half]
+            corner = diagonal_blocks(scores, scores.shape[-1] // (2 * half))[..., half:, :half]
             columns = _halves(x, half, 0) * after[..., 0::2, :, :]
             if half <= SMALL:
                 later = jnp.sum(corner[..., None] * columns[..., None, :, :], axis=-2)
@@ -80,18 +90,19 @@ class Decay:
 
     def enter_before(self, x: jax.Array) -> jax.Array:
         """:meth:`enter` for what reads before its own token decays the state."""
-        entered = self.enter(_back(x))
-        return jnp.concatenate([x[..., :1, :].astype(entered.dtype), entered[..., :-1, :]], axis=-2)
-
-    def pairs_before(self, a: jax.Array, b: jax.Array, dtype) -> jax.Array:
-        """:meth:`pairs` for ``a`` that reads before its own token decays and writes: j < i."""
-        pairs = self.pairs(_back(a), b, dtype)
-        return jnp.concatenate([jnp.zeros_like(pairs[..., :1, :]), pairs[..., :-1, :]], axis=-2)
+        return later(self.enter(earlier(x)), x)
 
 
-def _back(x):
-    """``x [..., C, K]`` a token earlier; zeros at the end."""
+def earlier(x: jax.Array) -> jax.Array:
+    """Rows ``[..., C, K]`` that read before their own token decays and writes, as rows of the token
+    before: what :meth:`Decay.pairs` gives for them goes back with :func:`later`."""
     return jnp.concatenate([x[..., 1:, :], jnp.zeros_like(x[..., :1, :])], axis=-2)
+
+
+def later(x: jax.Array, first: jax.Array | None = None) -> jax.Array:
+    """The way back of :func:`earlier`, ``[..., C, X]``; its first row is ``first``'s, or 0."""
+    first = jnp.zeros_like(x) if first is None else first
+    return jnp.concatenate([first[..., :1, :].astype(x.dtype), x[..., :-1, :]], axis=-2)
 
 
 def _sums(g):
@@ -102,10 +113,19 @@ def _sums(g):
     return lax.cumsum(g, axis=axis), behind
 
 
-def _halves(x, half, which):
-    """The later (``which`` 1) or earlier (0) half of every block of two, ``[..., n, half, K]``."""
-    shape = (*x.shape[:-2], x.shape[-2] // (2 * half), 2, half, x.shape[-1])
-    return x.reshape(shape)[..., which, :, :]
+def _halves(x, half, which, axis=-2):
+    """The later (``which`` 1) or earlier (0) half of every block of two tokens, ``[..., n, half,
+    ...]``; tokens are on ``axis``."""
+    axis += x.ndim
+    x = x.reshape(*x.shape[:axis], -1, 2, half, *x.shape[axis + 1 :])
+    return lax.index_in_dim(x, which, axis + 1, keepdims=False)
+
+
+def _merge(earlier, later, axis=-2):
+    """``[..., n, half, ...]`` of both halves to ``[..., C, ...]``, the way back."""
+    axis += earlier.ndim
+    both = jnp.stack([earlier, later], axis=axis)
+    return both.reshape(*both.shape[: axis - 1], -1, *both.shape[axis + 2 :])
 
 
 def _levels(g: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
@@ -155,54 +175,85 @@ def _sums_by_gate(behind, upto):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _channel_pairs(a, b, g, dtype):
+def _channel_pairs(rows, columns, g, dtype):
     """:meth:`Decay.pairs` for gates per channel."""
+    # Those with the same decays side by side: every decay is multiplied, every block joined once.
+    a, b = _ranked(rows), _ranked(columns)
     levels, wide = _levels(g), g.dtype
 
-    def corner(level, *_):
-        rows, columns = _factors(a, b, levels[level])
-        if 1 << level <= SMALL:
-            return jnp.sum(rows[..., :, None, :] * columns[..., None, :, :], axis=-1)
-        return product("...ik,...jk->...ij", rows, columns, dtype)
+    def corner(count, *_):
+        half = g.shape[-2] // (2 * count)
+        reads, writes = _factors(a, b, levels[half.bit_length() - 1])
+        if half <= SMALL:
+            below = jnp.sum(reads[..., None, None, :] * writes[..., None, None, :, :, :], axis=-1)
+        else:
+            below = product("...irk,...jsk->...irjs", reads, writes, dtype)
+        return below.reshape(*below.shape[:-4], half * len(rows), half * len(columns))
 
-    diagonal = jnp.sum(a.astype(wide) * b.astype(wide), axis=-1)
-    return join_blocks(diagonal[..., None, None], corner)
+    own = _ranked(
+        jnp.stack([jnp.sum(x.astype(wide) * y.astype(wide), axis=-1) for y in columns], axis=-1)
+        for x in rows
+    )
+    table = join_blocks(own, corner).reshape(*g.shape[:-1], len(rows), -1, len(columns))
+    return tuple(tuple(table[..., r, :, s] for s in range(len(columns))) for r in range(len(rows)))
+
+
+def _ranked(xs):
+    """Several ``[..., C, K]`` that share their decays, ``[..., C, R, K]``."""
+    return jnp.stack(list(xs), axis=-2)
 
 
 def _factors(a, b, level):
-    """What the later halves of blocks of two read with, and what the earlier ones are read by."""
+    """What the later halves of blocks of two read with, and what the earlier ones are read by:
+    of ``a [..., C, R, K]`` and ``b [..., C, S, K]``, ``[..., n, half, R or S, K]``."""
     upto, after = level
     half = upto.shape[-2]
-    return _halves(a, half, 1) * upto[..., 1::2, :, :], _halves(b, half, 0) * after[..., 0::2, :, :]
+    reads = _halves(a, half, 1, axis=-3) * upto[..., 1::2, :, None, :]
+    return reads, _halves(b, half, 0, axis=-3) * after[..., 0::2, :, None, :]
 
 
-def _channel_pairs_fwd(a, b, g, dtype):
-    return _channel_pairs(a, b, g, dtype), (a, b, g)
+def _channel_pairs_fwd(rows, columns, g, dtype):
+    return _channel_pairs(rows, columns, g, dtype), (rows, columns, g)
 
 
 def _channel_pairs_bwd(dtype, saved, d):
     # Level by level as forwards. A gate stands in the pairs of its level whose later token is not
     # before it (if it lies in the later half), or whose earlier token is (in the earlier half).
-    a, b, g = saved
-    wide = g.dtype
-    diagonal = jnp.sum(d * jnp.eye(d.shape[-1], dtype=wide), axis=-1, keepdims=True)
-    da, db, dg = diagonal * b.astype(wide), diagonal * a.astype(wide), jnp.zeros_like(g)
+    rows, columns, g = saved
+    a, b = _ranked(rows), _ranked(columns)
+    chunk, wide = g.shape[-2], g.dtype
+    d = jnp.stack([jnp.stack(row, axis=-1) for row in d], axis=-3)  # [..., C, R, C, S]
+    own = jnp.sum(d * jnp.eye(chunk, dtype=wide)[:, None, :, None], axis=-2)
+    da = _ranked(
+        sum(own[..., r, s, None] * y.astype(wide) for s, y in enumerate(columns))
+        for r in range(len(rows))
+    )
+    db = _ranked(
+        sum(own[..., r, s, None] * x.astype(wide) for r, x in enumerate(rows))
+        for s in range(len(columns))
+    )
+    dg, d = jnp.zeros_like(g), d.reshape(*g.shape[:-2], chunk * len(rows), chunk * len(columns))
     for upto, after in _levels(g)[:-1]:
         half = upto.shape[-2]
-        rows, columns = _factors(a, b, (upto, after))
-        below = diagonal_blocks(d, 2 * half)[..., half:, :half]
-        d_rows = product("...ij,...jk->...ik", below, columns, wide)
-        d_columns = product("...ij,...ik->...jk", below, rows, wide)
-        da += _merge(jnp.zeros_like(d_rows), d_rows * upto[..., 1::2, :, :])
-        db += _merge(d_columns * after[..., 0::2, :, :], jnp.zeros_like(d_columns))
-        dg += _merge(*_sums_by_gate(columns * d_columns, rows * d_rows))
-    return da.astype(a.dtype), db.astype(b.dtype), dg
+        reads, writes = _factors(a, b, (upto, after))
+        below = diagonal_blocks(d, chunk // (2 * half))
+        below = below[..., half * len(rows) :, : half * len(columns)]
+        below = below.reshape(*below.shape[:-2], half, len(rows), half, len(columns))
+        d_reads = product("...irjs,...jsk->...irk", below, writes, wide)
+        d_writes = product("...irjs,...irk->...jsk", below, reads, wide)
+        behind, before = jnp.sum(writes * d_writes, axis=-2), jnp.sum(reads * d_reads, axis=-2)
+        dg += _merge(*_sums_by_gate(behind, before))
+        d_reads, d_writes = (
+            d_reads * upto[..., 1::2, :, None, :],
+            d_writes * after[..., 0::2, :, None, :],
+        )
+        da += _merge(jnp.zeros_like(d_reads), d_reads, axis=-3)
+        db += _merge(d_writes, jnp.zeros_like(d_writes), axis=-3)
+    return _unstacked(da, rows), _unstacked(db, columns), dg
 
 
-def _merge(earlier, later):
-    """``[..., n, half, K]`` of both halves to ``[..., C, K]``."""
-    both = jnp.stack([earlier, later], axis=-3)
-    return both.reshape(*both.shape[:-4], -1, both.shape[-1])
+def _unstacked(dx, xs):
+    return tuple(dx[..., i, :].astype(x.dtype) for i, x in enumerate(xs))
 
 
 _channel_pairs.defvjp(_channel_pairs_fwd, _channel_pairs_bwd)
@@ -213,9 +264,9 @@ def _scalar_pairs(g):
     """Decays from after j to i of scalar gates ``g [..., C]``, 0 for j > i: ``[..., C, C]``."""
     g = g[..., None]
 
-    def corner(level, *_):
-        rows = jnp.exp(_sums(_halves(g, 1 << level, 1))[0])
-        columns = jnp.exp(_sums(_halves(g, 1 << level, 0))[1])
+    def corner(count, *_):
+        half = g.shape[-2] // (2 * count)
+        rows, columns = (jnp.exp(_sums(_halves(g, half, i))[1 - i]) for i in (1, 0))
         return rows * jnp.swapaxes(columns, -1, -2)
 
     return join_blocks(jnp.ones_like(g)[..., None], corner)

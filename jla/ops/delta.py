@@ -239,10 +239,11 @@ def _step(q, k, v, erase, write, decay, state):
 
 def _within(q, k, v, erase, write, decay: Decay) -> Parts:
     dtype, erased = v.dtype, erase * k
-    inverse = unit_lower_inverse(jnp.tril(decay.pairs(erased, k, dtype), -1))
+    (scores,), (overlaps,) = decay.pairs([q, erased], [k], dtype)
+    inverse = unit_lower_inverse(jnp.tril(overlaps, -1))
     return Parts(
         reads=decay.enter(q),
-        scores=decay.pairs(q, k, dtype),
+        scores=scores,
         keys=decay.leave(k),
         total=decay.total,
         pulls=product("...ij,...jk->...ik", inverse, decay.enter(erased), dtype),

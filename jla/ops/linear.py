@@ -20,7 +20,7 @@ from jla.kernels import limits
 from jla.kernels.sharding import per_device
 from jla.ops import segments
 from jla.ops.chunking import accumulator
-from jla.ops.decay import Decay
+from jla.ops.decay import Decay, earlier, later
 from jla.ops.recurrence import Options, Parts, Recurrence, check_operands, run, scaled
 
 
@@ -136,9 +136,10 @@ def _step(q, k, v, decay, state):
 
 
 def _within(q, k, v, decay: Decay) -> Parts:
+    ((scores,),) = decay.pairs([q], [k], v.dtype)
     return Parts(
         reads=decay.enter(q),
-        scores=decay.pairs(q, k, v.dtype),
+        scores=scores,
         keys=decay.leave(k),
         total=decay.total,
         values=v,
@@ -154,9 +155,10 @@ def _rwkv6_step(r, k, v, u, reader, decay, state):
 def _rwkv6_within(r, k, v, u, reader, decay: Decay) -> Parts:
     wide = accumulator(v.dtype)
     own = jnp.sum(r.astype(wide) * u * k.astype(wide), axis=-1)
+    ((scores,),) = decay.pairs([earlier(reader)], [k], v.dtype)
     return Parts(
         reads=decay.enter_before(reader),
-        scores=decay.pairs_before(reader, k, v.dtype) + own[..., None] * jnp.eye(own.shape[-1]),
+        scores=later(scores) + own[..., None] * jnp.eye(own.shape[-1]),
         keys=decay.leave(k),
         total=decay.total,
         values=v,

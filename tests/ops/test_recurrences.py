@@ -256,6 +256,16 @@ def test_the_chunk_form_is_the_reference(row):
     assert_trees_close(got, exact(row), times=3)
 
 
+@pytest.mark.parametrize("row", ["gated_delta_rule", "dplr_delta_rule"])
+def test_chunks_prepared_side_by_side(row, monkeypatch):
+    """As on devices that are not CPUs."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    inputs, (state, weigh) = ROWS[row].inputs(LENGTH), setting()
+    fn = jax.jit(functools.partial(call, name=row, impl="chunk"))
+    got = jax.device_get(fn(inputs, state, weigh, ids(), POSITIONS))
+    assert_trees_close(got, exact(row), times=3)
+
+
 REGIMES = {
     "none": 0.0,
     "faint": -1e-4,
