@@ -169,3 +169,7 @@ def test_the_site_builds(tmp_path):
         page = (tmp_path / "reference" / f"{part}.html").read_text()
         for name in importlib.import_module(f"jla.{part}").__all__:
             assert f'id="jla.{part}.{name}"' in page, f"jla.{part}.{name} is not in the reference"
+    for page in (tmp_path / "reference").iterdir():
+        # A role that is no link, a doctest that is taken for a quotation.
+        raw = re.search(r":(attr|class|data|func|meth|mod):|<blockquote", page.read_text())
+        assert not raw, f"{page.name}: {raw}"
