@@ -35,7 +35,7 @@ smoke: venv-newest
 
 docs: venv
 	@NO_MKDOCS_2_WARNING=1 $(VENV) -m mkdocs build
-	@echo "build/site/index.html"
+	@echo "build/site/index.html; with its search: python -m http.server --directory build/site"
 
 lint: venv
 	@[ -x .venv/bin/pyright ] || $(VENV) -m pip install --quiet -c constraints.txt -e '.[lint]'
