@@ -14,6 +14,7 @@ from jla.convert import CheckpointError, from_pretrained
 from jla.convert.files import Tensors
 from jla.convert.pretrained import abstract_model, checkpoint_folder, file_dtype, read_config
 from jla.eval import ByteCodec, Codec, TokenizerCodec
+from jla.eval.tokens import FILES
 from jla.layers import TokenMixer
 from jla.models import CausalLM, Config
 
@@ -78,14 +79,14 @@ def look_at(folder_or_repo_id: str, *, weights: bool = True) -> Checkpoint:
 
     Args:
         folder_or_repo_id: as :func:`jla.convert.from_pretrained` takes it.
-        weights: whether a hub repository's weights are fetched; without them the dtype is the one
-            that its config names.
+        weights: whether a hub repository's weights and tokenizer are fetched; without them the
+            dtype is the one that its config names.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`jla.convert.from_pretrained`.
     """
     weights = weights or Path(folder_or_repo_id).is_dir()
-    patterns = ["*.json", *(["*.safetensors"] if weights else [])]
+    patterns = ["*.json", *(["*.safetensors", *FILES] if weights else [])]
     folder = checkpoint_folder(folder_or_repo_id, patterns=patterns)
     with impossible_sizes(folder):
         family, config = read_config(folder)

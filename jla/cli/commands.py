@@ -32,8 +32,12 @@ Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
     typer.Option(help="Dtype of the parameters; the file's, tensor by tensor, if not given."),
 ]
-Folder = Annotated[
-    str, typer.Argument(metavar="FOLDER", help="Folder with config.json and safetensors.")
+Checkpoint = Annotated[
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="Folder with config.json and safetensors, or repository id of the hub.",
+    ),
 ]
 Bytes = Annotated[
     bool,
@@ -45,9 +49,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 @app.command()
 def info(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="FOLDER_OR_REPO", help="Folder, or repository id of the hub.")
-    ],
+    checkpoint: Checkpoint,
     as_json: Json = False,
     debug: Debug = False,
 ):
@@ -60,7 +62,7 @@ def info(
 
 @app.command()
 def generate(
-    folder: Folder,
+    folder: Checkpoint,
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="File with the prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
@@ -122,7 +124,7 @@ def convert(
 
 @measures.command()
 def ppl(
-    folder: Folder,
+    folder: Checkpoint,
     files: Annotated[
         list[Path], typer.Argument(metavar="FILES", help="Text files, each a document.")
     ],
@@ -150,7 +152,7 @@ def ppl(
 
 @measures.command("lm-eval")
 def lm_eval(
-    folder: Folder,
+    folder: Checkpoint,
     tasks: Annotated[list[str], typer.Option(help="Names or patterns, with commas or one by one.")],
     include_path: Annotated[
         Path | None, typer.Option(help="Folder with task files of your own.")

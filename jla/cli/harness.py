@@ -40,6 +40,21 @@ class Settings(NamedTuple):
     output: Path | None
 
 
+class Tasks(TaskManager):
+    """The harness' tasks and one's own; says of a broken one that it is."""
+
+    def load(self, task_list: Any) -> Any:
+        """Raises ValueError, whatever is wrong with a task's file or data."""
+        try:
+            return super().load(task_list)
+        except Exception as error:
+            cause = error.__cause__ or error
+            raise ValueError(
+                f"--tasks: {', '.join(map(str, task_list))} cannot be loaded: "
+                f"{type(cause).__name__}: {cause}"
+            ) from error
+
+
 def run(folder: str, settings: Settings, dtype: str | None, as_bytes: bool, as_json: bool) -> None:
     """Prints the harness' table, or its numbers as JSON; writes all of it to ``output``."""
     checkpoint = look_at(folder)
@@ -74,7 +89,7 @@ def run(folder: str, settings: Settings, dtype: str | None, as_bytes: bool, as_j
     print(encode(facts) if as_json else make_table(results).rstrip())
 
 
-def find(tasks: Sequence[str], folder: Path | None) -> tuple[list[str], TaskManager]:
+def find(tasks: Sequence[str], folder: Path | None) -> tuple[list[str], Tasks]:
     """The names of all tasks that are meant, and what loads them.
 
     Args:
@@ -90,7 +105,7 @@ def find(tasks: Sequence[str], folder: Path | None) -> tuple[list[str], TaskMana
         raise NotADirectoryError(f"--include-path: {folder} is no folder")
     wanted = [name for part in tasks for name in part.split(",") if name]
     for defaults in (False, True):
-        manager = TaskManager(include_path=folder, include_defaults=defaults)
+        manager = Tasks(include_path=folder, include_defaults=defaults)
         found = {name: manager.match_tasks([name]) for name in wanted}
         if wanted and all(found.values()):
             return sorted(set().union(*found.values())), manager

@@ -37,7 +37,7 @@ from jla.models import MODELS, AutoModelForCausalLM, GatedDeltaNetConfig
 
 TEXT = b"The import statement binds a name; assert fails."
 COMMANDS = ("info", "generate", "convert", "eval ppl", "eval lm-eval", "bench", "version")
-HEAVY = ("jax", "flax", "transformers", "numpy")
+HEAVY = ("jax", "flax", "transformers", "numpy", "lm_eval", "datasets", "orbax", "tqdm")
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +158,18 @@ def test_info_of_a_repository_fetches_no_weights(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert output("info", "someone/model", "--json") == output("info", SHIPPED, "--json")
     assert asked == [("someone/model", ["*.json"])]
+
+
+def test_a_repositorys_tokenizer_is_fetched_with_the_weights(monkeypatch, with_tokenizer):
+    asked = []
+
+    def fetch(name, revision, allow_patterns):
+        asked.extend(allow_patterns)
+        return str(with_tokenizer)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert look_at("someone/model").codec(as_bytes=False).encode(b"ab", "")
+    assert {"*.json", "*.safetensors", "tokenizer.model", "merges.txt"} <= {*asked}
 
 
 def test_generate_continues_bytes(tmp_path):
@@ -316,20 +328,19 @@ def test_default_window_and_stride(hybrid):
 
 
 PROMPT = ("--prompt", "a", "--bytes")
+# What a command needs besides a checkpoint.
+MORE = {
+    "info": [],
+    "generate": PROMPT,
+    "convert": ["to"],
+    "eval ppl": ["README.md", "--bytes"],
+    "eval lm-eval": ["--bytes", "--tasks", "any"],
+}
 
 
-@pytest.mark.parametrize(
-    "command, more",
-    [
-        ("info", ()),
-        ("generate", PROMPT),
-        ("convert", ["to"]),
-        ("eval ppl", ["README.md"]),
-        ("eval lm-eval", ["--tasks", "any"]),
-    ],
-)
-def test_wrong_path(command, more, tmp_path):
-    done = call(*command.split(), tmp_path / "nowhere", *more)
+@pytest.mark.parametrize("command", MORE)
+def test_wrong_path(command, tmp_path):
+    done = call(*command.split(), tmp_path / "nowhere", *MORE[command])
     assert_one_line(done, "nowhere is neither a folder nor the id of a hub repository")
 
 
@@ -355,6 +366,8 @@ def test_contexts_beyond_the_limit_of_attention(hybrid, tmp_path):
     (tmp_path / "text").write_text("text")
     done = call("eval", "ppl", hybrid, tmp_path / "text", "--bytes", "--window", 17)
     assert_one_line(done, "--window 17 exceeds the model's limit of 16")
+    done = call("eval", "lm-eval", hybrid, "--bytes", "--tasks", "any", "--max-length", 17)
+    assert_one_line(done, "--max-length 17 exceeds the model's limit of 16")
 
 
 def test_text_that_is_not_utf8(with_tokenizer, tmp_path):
@@ -364,6 +377,27 @@ def test_text_that_is_not_utf8(with_tokenizer, tmp_path):
     done = call("generate", with_tokenizer, "--prompt-file", file)
     assert_one_line(done, "the prompt is not UTF-8 text")
     assert json.loads(output("eval", "ppl", SHIPPED, file, "--bytes", "--json"))["tokens"] == 5
+
+
+@pytest.mark.parametrize("command", MORE)
+@pytest.mark.parametrize("damage", ["model_type", "weights"])
+def test_every_command_says_what_is_wrong_with_a_checkpoint(command, damage, spoiled):
+    folder = spoiled(**({"model_type": "bert"} if damage == "model_type" else {}))
+    if damage == "weights":
+        os.truncate(folder / "model.safetensors", 10_000)
+    done = call(*command.split(), folder, *MORE[command])
+    known = r"must be one of \[.*'gated_deltanet'.*\], got 'bert'"
+    assert_one_line(done, {"model_type": known, "weights": "is cut short or not"}[damage])
+
+
+def test_empty_prompts(with_tokenizer, tmp_path):
+    (tmp_path / "empty").touch()
+    for given in (["--prompt", ""], ["--prompt-file", tmp_path / "empty"]):
+        for args in ([SHIPPED, "--bytes"], [with_tokenizer]):
+            assert_one_line(
+                call("generate", *args, *given), "the prompt is empty: there is nothing"
+            )
+    assert_one_line(call("generate", SHIPPED, "--bytes", "--prompt-file", tmp_path), "a directory")
 
 
 def test_bad_calls_of_ppl(tmp_path):

@@ -15,8 +15,8 @@ from cli.call import ROOT, SHIPPED, assert_one_line, call, copy_with_tokenizer, 
 from flax import nnx
 from helpers import assert_close, count_compiles
 from lm_eval.api.instance import Instance
-from lm_eval.tasks import TaskManager
 
+from jla.cli.harness import Tasks
 from jla.eval import ByteCodec, TokenizerCodec
 from jla.eval.harness import HarnessLM, rounded
 from jla.models import AutoModelForCausalLM, GatedDeltaNetConfig
@@ -253,7 +253,7 @@ def test_bad_calls(tmp_path, monkeypatch):
         assert_one_line(call("eval", "lm-eval", SHIPPED, *args), message)
 
     # The harness' own tasks take long to look through, and change nothing here.
-    monkeypatch.setattr("jla.cli.harness.TaskManager", without_defaults)
+    monkeypatch.setattr("jla.cli.harness.Tasks", without_defaults)
     known = ["--tasks", "statements_choose", "--include-path", "examples/tasks"]
     fail(*known, message="has no tokenizer")
     fail("--bytes", "--tasks", "nope,statements_*", message="no task is called nope, statements_")
@@ -262,16 +262,50 @@ def test_bad_calls(tmp_path, monkeypatch):
     fail("--bytes", *known, "--output", tmp_path / "no" / "file", message="no is no folder to")
     monkeypatch.chdir(tmp_path)
     known[-1] = ROOT / "examples" / "tasks"
-    fail("--bytes", *known, message="Unable to find")
-    (tmp_path / "bad.yaml").write_text("task: [")
-    fail("--bytes", "--tasks", "bad", "--include-path", tmp_path, message="bad")
+    fail("--bytes", *known, message="statements_choose cannot be loaded: .*Unable to find")
     copy_with_tokenizer(tmp_path / "copy")
     done = call("eval", "lm-eval", tmp_path / "copy", *known)
     assert_one_line(done, "the tokenizer has neither BOS nor EOS")
 
 
 def without_defaults(include_path, include_defaults):
-    return TaskManager(include_path=include_path, include_defaults=False)
+    return Tasks(include_path=include_path, include_defaults=False)
+
+
+TASK = """
+task: broken
+dataset_path: json
+dataset_kwargs: {data_files: {test: data.jsonl}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{start}}"
+doc_to_choice: [a, b]
+doc_to_target: 0
+"""
+
+
+@pytest.mark.parametrize(
+    "task, data, message",
+    [
+        (TASK, b'{"begin": "x"}', "UndefinedError: 'start' is undefined"),
+        (TASK, b'{"start": ', "JSON parse error"),
+        (TASK, b"", "StopIteration"),
+        (TASK, '{"start": "naïve"}'.encode("latin-1"), "can't decode byte 0xef"),
+        (TASK.replace("test_split: test", "test_split: tset"), b'{"start": "x"}', "'tset'"),
+        (TASK.replace("multiple_choice", "choice"), b'{"start": "x"}', "Got invalid output_type"),
+        (TASK.replace("path: json", "path: some/thing"), b"", "on the Hub"),
+    ],
+    ids=["field", "json", "empty", "utf-8", "split", "type", "offline"],
+)
+def test_broken_tasks(tmp_path, monkeypatch, task, data, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.yaml").write_text(task)
+    (tmp_path / "data.jsonl").write_bytes(data)
+    args = ["--bytes", "--tasks", "broken", "--include-path", tmp_path, "--debug"]
+    done = call("eval", "lm-eval", SHIPPED, *args)
+    assert isinstance(done.exception, ValueError)
+    assert re.search(f"--tasks: broken cannot be loaded: .*{message}", str(done.exception))
+    assert call("eval", "lm-eval", SHIPPED, *args[:-1]).exit_code == 2
 
 
 def test_without_the_extra(monkeypatch):
