@@ -201,7 +201,10 @@ def unsharded(row, packed):
 
 
 @asked("sharding")
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "packed",
+    [pytest.param(False, marks=pytest.mark.slow, id="dense"), pytest.param(True, id="packed")],
+)
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_batch_over_four_devices(row, explicit, packed):
     x, ids = inputs(4), documents(4) if packed else None

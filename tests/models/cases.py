@@ -208,6 +208,8 @@ MODELS: dict[str, Row] = {
     ),
 }
 FAST = [name for name, row in MODELS.items() if row.fast]
+# A model of each kind of cache: for questions that every family's mixer is asked by itself too.
+SAMPLE = [*FAST, "rwkv7", "samba", "mamba3", "hgrn", "transformer-window"]
 
 
 def build(config: Config, **options):

@@ -32,6 +32,7 @@ from models.cases import (
     FAST,
     LENGTH,
     MODELS,
+    SAMPLE,
     VOCAB,
     Runner,
     build,
@@ -99,6 +100,7 @@ LAYOUTS = {
 PACKED = [(0, slice(0, 1)), (0, slice(1, 13)), (0, slice(13, 33)), (2, slice(4, 7))]
 
 
+@pytest.mark.parametrize("row", slow_unless(SAMPLE), scope="module")
 def test_padding_is_an_identity_step(row, run):
     """P1: wherever padding stands and whatever it holds, at real positions nothing changes."""
     expected = ask(run, LENGTHS, APART)
@@ -200,6 +202,7 @@ def check_split(run, pieces):
     assert_trees_close(meaningful(cache), meaningful(expected), what="cache", times=3)
 
 
+@pytest.mark.parametrize("row", slow_unless(SAMPLE), scope="module")
 def test_splits_with_the_cache_carried(row, run):
     """P3; S15: pieces of more than one token on a live cache."""
     check_split(run, SPLITS["pieces"])
@@ -436,6 +439,7 @@ def test_sharded_over_four_devices(row, explicit):
     assert_trees_close(jax.tree.map(np.asarray, given), jax.tree.map(np.asarray, expected), times=3)
 
 
+@pytest.mark.parametrize("row", slow_unless(SAMPLE), scope="module")
 def test_hidden_states_embeddings_and_kept_logits(row, run):
     """output_hidden_states, inputs_embeds and logits_to_keep, from one compiled function; S18:
     embeddings may be the prompt of a new cache."""
