@@ -3,6 +3,7 @@
 #   make demo       the main job on real input, on a CPU, without downloads
 #   make test       a smoke run on the newest JAX allowed, then the fast tests on the pinned one
 #   make test-all   every test; appends the outcome to tests/RESULTS.md
+#   make notebooks  runs the notebooks of examples/ and writes their outputs
 #   make docs       the documentation, into build/site
 #   make lint       ruff and pyright
 
@@ -17,7 +18,7 @@ PYTEST := -n 2 --dist loadgroup --max-worker-restart 0
 # XLA ends the process, is too short.
 PATIENT := XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_collective_call_terminate_timeout_seconds=600"
 
-.PHONY: demo test test-all smoke docs lint venv venv-newest clean
+.PHONY: demo test test-all smoke docs notebooks lint venv venv-newest clean
 
 demo: venv
 	@$(VENV) -u examples/demo.py
@@ -36,6 +37,9 @@ smoke: venv-newest
 docs: venv
 	@NO_MKDOCS_2_WARNING=1 $(VENV) -m mkdocs build
 	@echo "build/site/index.html; with its search: python -m http.server --directory build/site"
+
+notebooks: venv
+	@$(VENV) -m tools.notebooks
 
 lint: venv
 	@[ -x .venv/bin/pyright ] || $(VENV) -m pip install --quiet -c constraints.txt -e '.[lint]'
