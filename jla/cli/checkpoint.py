@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from tqdm import tqdm
 
 from jla.convert import CheckpointError, from_pretrained
 from jla.convert.files import Tensors
@@ -27,9 +29,27 @@ class Checkpoint(NamedTuple):
     shapes: CausalLM
 
     def load(self, dtype: str | None = None, *, scan_layers: bool = False) -> CausalLM:
-        """The model; ``dtype`` of its parameters, the file's if None."""
-        given = None if dtype is None else jnp.dtype(dtype)
-        return from_pretrained(None, self.folder, dtype=given, scan_layers=scan_layers)
+        """The model, under a progress bar if stderr is a terminal.
+
+        Args:
+            dtype: of its parameters; the file's, tensor by tensor, if None.
+            scan_layers: as in the model's constructor.
+        """
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        total = None if scan_layers else len(jax.tree.leaves(nnx.state(self.shapes, nnx.Param)))
+        with tqdm(desc="load", total=total, unit="tensor", leave=False, disable=None) as bar:
+
+            def place(name, shape):
+                bar.update()
+                return device
+
+            return from_pretrained(
+                None,
+                self.folder,
+                dtype=None if dtype is None else jnp.dtype(dtype),
+                scan_layers=scan_layers,
+                sharding=place,
+            )
 
     def limit(self) -> int | None:
         """Tokens of context; None where no layer attends to all of them."""

@@ -219,7 +219,7 @@ class HarnessLM(TemplateLM):
         N and T are rounded up.
         """
         count = min(self.batch_size, power_of_two(len(rows)))
-        ids, segment_ids = np.zeros((2, count, rounded(max(map(len, rows)))), np.int32)
+        ids, segment_ids = np.zeros((2, count, rounded(max(1, *map(len, rows)))), np.int32)
         for i, row in enumerate(itertools.islice(itertools.cycle(rows), count)):
             ids[i, : len(row)], segment_ids[i, : len(row)] = row, 1
         return ids, segment_ids
@@ -277,7 +277,8 @@ class HarnessLM(TemplateLM):
         A stop string of several ids is found in the text, afterwards.
         """
         if until not in self._known_stops:
-            holds = [any(stop in text for stop in until) for text in self._texts]
+            texts = self._texts if until else []
+            holds = [any(stop in text for stop in until) for text in texts]
             self._known_stops[until] = tuple(np.flatnonzero(holds).tolist())
         return self._known_stops[until]
 

@@ -172,6 +172,17 @@ def test_a_repositorys_tokenizer_is_fetched_with_the_weights(monkeypatch, with_t
     assert {"*.json", "*.safetensors", "tokenizer.model", "merges.txt"} <= {*asked}
 
 
+def test_loading_shows_its_progress_on_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for screen in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", screen)
+        look_at(str(SHIPPED)).load()
+        assert ("/74 [" in screen.getvalue()) == screen.isatty()
+
+
 def test_generate_continues_bytes(tmp_path):
     (tmp_path / "prompt").write_bytes(TEXT)
     args = [SHIPPED, "--bytes", "--max-new-tokens", 12]
