@@ -153,6 +153,11 @@ def test_the_contract_names_its_exceptions():
             assert reason in page
 
 
+def test_the_site_shows_every_notebook():
+    shown = {path.name: path.resolve() for path in (DOCS / "notebooks").iterdir()}
+    assert shown == {path.name: path for path in (ROOT / "examples").glob("*.ipynb")}
+
+
 def test_the_site_builds(tmp_path):
     """Every page is in the navigation, every link and every documented name resolves; not quietly,
     because mkdocs then does not count its warnings."""
