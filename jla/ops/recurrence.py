@@ -203,15 +203,15 @@ def _chunk_by_chunk(recurrence, operands, g, state, state_positions, *, chunk, a
         final, (o, kept) = lax.scan(chunk_alone, state, (operands, g))
     states = None
     if kept is not None:
-        keys = jnp.concatenate([rank_major(operands[i]) for i in recurrence.streams], axis=-2)
+        keys = [operands[i] for i in recurrence.streams]
+        keys = [rank_major(x) if x.ndim > g.ndim else x for x in keys]
+        keys = jnp.concatenate(keys, axis=-2)
         states = _read_states(state_positions, *kept, keys, g)
     return from_chunks(_by_token(o, chunk), length), final, states
 
 
 def rank_major(x: jax.Array) -> jax.Array:
-    """Several rows a token, ``[N, B, H, C, R, K]``, as rows of a chunk ``[N, B, H, R C, K]``."""
-    if x.ndim == 5:
-        return x
+    """Several rows a token, ``[..., C, R, K]``, as rows of a chunk ``[..., R C, K]``."""
     *lead, chunk, ranks, size = x.shape
     return jnp.swapaxes(x, -3, -2).reshape(*lead, ranks * chunk, size)
 

@@ -85,10 +85,16 @@ def ssd(
         ValueError: shapes that disagree, an unknown impl or chunk size.
         ImplUnavailable: a named impl that cannot run this call.
     """
-    if x.ndim != 4:
-        raise ValueError(f"x must be [B, T, H, P], got shape {x.shape}")
+    if x.ndim != 4 or 0 in x.shape:
+        raise ValueError(f"x must be [B, T, H, P] and not empty, got shape {x.shape}")
+    if B.ndim != 4 or B.shape[:2] != x.shape[:2] or 0 in B.shape or x.shape[2] % B.shape[2]:
+        raise ValueError(
+            f"B must be [B, T, G, N] with [B, T] = {x.shape[:2]} and G a divisor of x's "
+            f"{x.shape[2]} heads, got shape {B.shape}"
+        )
     heads = x.shape[2:3]
     check_shapes(
+        C=(C, "[B, T, G, N]", B.shape),
         dt=(dt, "[B, T, H]", x.shape[:3]),
         A=(A, "[H]", heads),
         dt_bias=(dt_bias, "[H]", heads),

@@ -260,6 +260,8 @@ def test_ssd_is_simple_gla_with_other_names():
     ("op", "wrong", "named"),
     [
         (ops.ssd, dict(x=np.zeros(3)), "x must be [B, T, H, P]"),
+        (ops.ssd, dict(B=np.zeros((BATCH, LENGTH, HEADS + 1, N))), "B must be [B, T, G, N]"),
+        (ops.ssd, dict(C=np.zeros((BATCH, LENGTH, 1, N + 1))), "C must be [B, T, G, N]"),
         (ops.ssd, dict(A=np.zeros(HEADS + 1)), "A must be [H]"),
         (ops.ssd, dict(D=np.zeros((HEADS, P + 1))), "D must be [H] or [H, P]"),
         (ops.selective_scan, dict(A=np.zeros(N)), "A must be [D, N]"),
