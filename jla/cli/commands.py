@@ -177,7 +177,7 @@ def lm_eval(
 ):
     """Run tasks of lm-evaluation-harness; needs the extra "eval".
 
-    The numbers do not depend on the batch size.
+    The batch size changes the numbers by rounding at most.
     """
     with one_line(debug):
         from jla.cli import harness

@@ -132,7 +132,7 @@ class HarnessLM(TemplateLM):
             arguments: Any = request.args
             alike[self._generation(arguments[1])].append(i)
         texts = [""] * len(requests)
-        with bar(len(requests)) as done:
+        with bar("generate", len(requests)) as done:
             for settings, members in alike.items():
                 prompts = {i: self._prompt(requests[i].args[0], settings) for i in members}
                 for batch in self._batches({i: len(ids) for i, ids in prompts.items()}):
@@ -175,7 +175,7 @@ class HarnessLM(TemplateLM):
     def _scores(self, rows: Iterable[Scored]) -> list[tuple[float, bool]]:
         rows = list(rows)
         scores = [(0.0, True)] * len(rows)
-        with bar(len(rows)) as done:
+        with bar("score", len(rows)) as done:
             for batch in self._batches({i: len(row.ids) for i, row in enumerate(rows)}):
                 for i, score in zip(batch, self._score([rows[i] for i in batch]), strict=True):
                     scores[i] = score
@@ -306,6 +306,6 @@ def rounded(length: int) -> int:
     return -(-length // step) * step
 
 
-def bar(total: int) -> tqdm:
+def bar(title: str, total: int) -> tqdm:
     """For terminals."""
-    return tqdm(total=total, unit="request", disable=None)
+    return tqdm(desc=title, total=total, unit="request", disable=None)
