@@ -11,6 +11,8 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
+
 with contextlib.ExitStack() as _quiet:
     # Transformers prints advice about a missing torch, which has no place here, when imported.
     _key = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
@@ -25,13 +27,15 @@ AttentionPlan = dict[str, Any] | list[dict[str, Any]] | None
 class Config(PreTrainedConfig):
     """Fields that FLA's configs share. A family adds its own as annotated class attributes.
 
-    Unknown keys of a ``config.json`` are kept and written back. ``deprecated`` maps old key names
-    to today's. ``lacking`` names the fields of this class that FLA's config of the family does not
-    have: they are written only where they were given. FLA's implementation switches are checked and
-    kept, without effect here.
+    Unknown keys of a ``config.json`` are kept and written back, but for multipliers other than 1,
+    which would be missing from the numbers. ``deprecated`` maps old key names to today's.
+    ``lacking`` names the fields of this class that FLA's config of the family does not have: they
+    are written only where they were given. FLA's implementation switches are checked and kept,
+    without effect here.
 
     Raises:
-        ValueError: a field of the wrong type or an impossible value, all of them in one message.
+        ValueError: a field of the wrong type or an impossible value, or a multiplier that is not
+            known, all of them in one message.
     """
 
     model_type: ClassVar[str] = ""
@@ -70,7 +74,7 @@ class Config(PreTrainedConfig):
             if old in kwargs:
                 setattr(self, new, kwargs.pop(old))
         super().__post_init__(**kwargs)
-        problems = self._type_problems() or self.problems()
+        problems = self._type_problems() or self.problems() + _unknown_multipliers(kwargs)
         if problems:
             raise ValueError(f"{type(self).__name__}: " + "; ".join(problems))
 
@@ -108,6 +112,17 @@ class Config(PreTrainedConfig):
 
     def _hash(self):
         return hash((type(self), self.hidden_size, self.num_hidden_layers, self.vocab_size))
+
+
+def _unknown_multipliers(unknown: Mapping[str, Any]) -> list[str]:
+    """Keys that no field has are kept and mean nothing; what scales a model (Falcon-H1's
+    ``ssm_multipliers``, say) would be lost that way."""
+    scales = {k: v for k, v in unknown.items() if k.endswith(("_multiplier", "_multipliers"))}
+    return [
+        f"{name}={value!r} is not known to this family, whose numbers it would change"
+        for name, value in scales.items()
+        if value is not None and np.any(np.asarray(value) != 1)
+    ]
 
 
 def _fits(value, hint) -> bool:

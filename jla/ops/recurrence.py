@@ -203,10 +203,11 @@ def _chunk_by_chunk(recurrence, operands, g, state, state_positions, *, chunk, a
         final, (o, kept) = lax.scan(chunk_alone, state, (operands, g))
     states = None
     if kept is not None:
+        entries, written = kept
         keys = [operands[i] for i in recurrence.streams]
         keys = [rank_major(x) if x.ndim > g.ndim else x for x in keys]
         keys = jnp.concatenate(keys, axis=-2)
-        states = _read_states(state_positions, *kept, keys, g)
+        states = _read_states(state_positions, entries, written, keys, g)
     return from_chunks(_by_token(o, chunk), length), final, states
 
 

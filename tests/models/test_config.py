@@ -5,6 +5,7 @@ import json
 
 import golden
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -297,3 +298,12 @@ def test_a_family_is_found_by_its_config():
         AutoModelForCausalLM.from_config(config, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="from_pretrained"):
         AutoModelForCausalLM()
+
+
+@pytest.mark.parametrize("value", [2.0, [1.0, 0.5]])
+def test_s26_multipliers_that_a_family_lacks_are_refused(value):
+    """Dropped, they would change the numbers of a checkpoint in silence; those of 1 change none."""
+    with pytest.raises(ValueError, match="ssm_multipliers=.* is not known to this family"):
+        Mamba2Config(ssm_multipliers=value)
+    ones = np.ones_like(value).tolist()
+    assert Mamba2Config(ssm_multipliers=ones).to_dict()["ssm_multipliers"] == ones
