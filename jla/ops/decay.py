@@ -188,19 +188,31 @@ def _channel_pairs(rows, columns, g, dtype):
             below = jnp.sum(reads[..., None, None, :] * writes[..., None, None, :, :, :], axis=-1)
         else:
             below = product("...irk,...jsk->...irjs", reads, writes, dtype)
-        return below.reshape(*below.shape[:-4], half * len(rows), half * len(columns))
+        return _folded(below)
 
     own = _ranked(
         jnp.stack([jnp.sum(x.astype(wide) * y.astype(wide), axis=-1) for y in columns], axis=-1)
         for x in rows
     )
-    table = join_blocks(own, corner).reshape(*g.shape[:-1], len(rows), -1, len(columns))
+    table = _unfolded(join_blocks(own, corner), len(rows), len(columns))
     return tuple(tuple(table[..., r, :, s] for s in range(len(columns))) for r in range(len(rows)))
 
 
 def _ranked(xs):
     """Several ``[..., C, K]`` that share their decays, ``[..., C, R, K]``."""
     return jnp.stack(list(xs), axis=-2)
+
+
+def _folded(x):
+    """``[..., C, R, D, S]`` as ``[..., C R, D S]``; an axis at a time, for Explicit meshes."""
+    x = x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+    return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
+
+
+def _unfolded(x, ranks, others):
+    """The way back of :func:`_folded`."""
+    x = x.reshape(*x.shape[:-1], x.shape[-1] // others, others)
+    return x.reshape(*x.shape[:-3], x.shape[-3] // ranks, ranks, *x.shape[-2:])
 
 
 def _factors(a, b, level):
@@ -232,13 +244,13 @@ def _channel_pairs_bwd(dtype, saved, d):
         sum(own[..., r, s, None] * x.astype(wide) for r, x in enumerate(rows))
         for s in range(len(columns))
     )
-    dg, d = jnp.zeros_like(g), d.reshape(*g.shape[:-2], chunk * len(rows), chunk * len(columns))
+    dg, d = jnp.zeros_like(g), _folded(d)
     for upto, after in _levels(g)[:-1]:
         half = upto.shape[-2]
         reads, writes = _factors(a, b, (upto, after))
         below = diagonal_blocks(d, chunk // (2 * half))
         below = below[..., half * len(rows) :, : half * len(columns)]
-        below = below.reshape(*below.shape[:-2], half, len(rows), half, len(columns))
+        below = _unfolded(below, len(rows), len(columns))
         d_reads = product("...irjs,...jsk->...irk", below, writes, wide)
         d_writes = product("...irjs,...irk->...jsk", below, reads, wide)
         behind, before = jnp.sum(writes * d_writes, axis=-2), jnp.sum(reads * d_reads, axis=-2)

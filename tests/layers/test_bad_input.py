@@ -55,7 +55,7 @@ CALLS = {
 }
 
 
-@rows("bad calls")
+@rows("bad calls", variants=False)
 def test_a_bad_call_is_named(row):
     mixer = cases.build(row)
     x = random(0, (B, T, HIDDEN))
@@ -82,7 +82,7 @@ def test_an_input_that_a_mixer_does_not_take_is_named():
         cases.build("hgrn")(x, mode=bound)
 
 
-@rows("bad calls")
+@rows("bad calls", variants=False)
 def test_a_cache_of_another_mixer_or_batch_is_named(row):
     mixer = cases.build(row)
     x = random(0, (B, T, HIDDEN))
@@ -103,7 +103,7 @@ def test_a_cache_of_another_mixer_or_batch_is_named(row):
             mixer(x, cache=stranger)
 
 
-@rows("bad calls")
+@rows("bad calls", variants=False)
 def test_a_refused_call_leaves_the_decoding_cache_alone(row):
     mixer = cases.build(row)
     x = random(0, (B, T, HIDDEN))
@@ -221,7 +221,7 @@ def test_a_bad_constructor_is_named(name):
         cls(**{"hidden_size": HIDDEN, **options}, rngs=nnx.Rngs(0))
 
 
-@rows("unknown impl")
+@rows("unknown impl", variants=False)
 def test_an_unknown_impl_is_named(row):
     mixer = cases.build(row, impl="triton")
     with pytest.raises(ValueError, match="impl of .* must be 'auto' or one of .*got 'triton'"):

@@ -62,7 +62,7 @@ PLACES["inside"] = np.sort(np.random.default_rng(3).permutation(70)[:64])
 PLACES["ends"] = np.r_[2:35, 36:67]  # pads left, right and inside at once
 
 
-@rows("padding")
+@rows("padding", variants=False)
 @pytest.mark.parametrize("warm", [False, True], ids=["new", "warm"])
 def test_padding_changes_nothing(row, warm):
     """S04, S05, S06: outputs, gradients and the cache are those of the row without padding, which
@@ -249,7 +249,7 @@ def in_pieces(p, x, ids, cache, weights, d_after, lengths):
 SPLITS = [(64, 1, 5), (1, 2, 2, 64, 1), (5, 64, 1), (2, 1, 1, 1, 64, 1)]
 
 
-@rows("splits")
+@rows("splits", variants=False)
 @pytest.mark.parametrize("lengths", SPLITS, ids=str)
 def test_a_split_row_is_one_call(row, lengths):
     """S15: pieces of more than one token on a live cache."""
@@ -272,7 +272,7 @@ def test_a_split_row_is_one_call(row, lengths):
     assert got.cache["segment_id"].tolist() == want.cache["segment_id"].tolist()
 
 
-@rows("splits")
+@rows("splits", variants=False)
 def test_no_ids_continue_the_last_document(row):
     p = probe(row)
     x, weights = inputs(LENGTH, 11)
