@@ -27,20 +27,30 @@ from jla.bench.timing import median_ms
 from tools.versions import versions
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
-SHAPE = dict(B=1, T=4096, H=4, D=64)
+SIZES = dict(B=1, T=4096, H=4)
 WIDTHS = (64, 128)
 IMPLS = ("reference", "chunk")
 LENGTHS = (2048, 4096, 8192)
+NO_RECURRENCE = ("attn", "conv", "norm_gate")
+
+
+def shape(op: str, width: int, **sizes: int) -> cases.Shape:
+    """A case of ``op`` at this benchmark's sizes; what else it has stays as in its first case."""
+    known = next(iter(cases.OPS[op].shapes.values()))
+    # Mamba's channels are no heads, and each has a few states of its own.
+    widths = dict(C=SIZES["H"] * width) if "C" in known else dict(D=width, N=width)
+    wanted = SIZES | widths | sizes
+    return known | {name: size for name, size in wanted.items() if name in known}
 
 
 def speed(op: str, width: int, rounds: int) -> str:
     """A row of the table of times; the implementations take turns, so that load meets both."""
-    shape = SHAPE | dict(D=width)
-    inputs = cases.make_inputs(op, shape, jnp.float32)
-    cotangent = cases.make_cotangent(op, shape, jnp.float32)
+    p = shape(op, width)
+    inputs = cases.make_inputs(op, p, jnp.float32)
+    cotangent = cases.make_cotangent(op, p, jnp.float32)
     calls = {}
     for impl in IMPLS:
-        forward, both = map(jax.jit, cases.functions(op, shape, impl))
+        forward, both = map(jax.jit, cases.functions(op, p, impl))
         calls["forward", impl] = lambda f=forward: f(inputs)
         calls["both", impl] = lambda f=both: f(inputs, cotangent)
     times = {key: [] for key in calls}
@@ -56,7 +66,7 @@ def speed(op: str, width: int, rounds: int) -> str:
 
 def memory(op: str) -> str:
     """A row of the table of temporaries of forward and backward."""
-    found = [temporary_mib(op, impl, SHAPE | dict(T=t)) for t in LENGTHS for impl in IMPLS]
+    found = [temporary_mib(op, impl, shape(op, WIDTHS[0], T=t)) for t in LENGTHS for impl in IMPLS]
     return f"| {op} | {' | '.join(f'{mib:.0f}' for mib in found)} |"
 
 
@@ -77,11 +87,15 @@ def table(head: list[str], rows: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ops", help="comma-separated ops; all with a matrix state if not given")
+    parser.add_argument("--ops", help="comma-separated ops; all recurrences if not given")
     parser.add_argument("--rounds", type=int, default=3, help="of measuring times, in turns")
     parser.add_argument("--save", action="store_true", help="append to benchmarks/RESULTS.md")
     options = parser.parse_args()
-    names = options.ops.split(",") if options.ops else [op for op in cases.OPS if op != "attn"]
+    names = (
+        options.ops.split(",")
+        if options.ops
+        else [op for op in cases.OPS if op not in NO_RECURRENCE]
+    )
     load, command = os.getloadavg()[0], " ".join(["python -m benchmarks.cpu", *sys.argv[1:]])
     times = ["ref fwd ms", "chunk fwd ms", "faster", "ref fwd+bwd ms", "chunk fwd+bwd ms", "faster"]
     sizes = [f"{impl} T={t}" for t in LENGTHS for impl in IMPLS]
