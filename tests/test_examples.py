@@ -6,6 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from helpers import assert_close
 import corpus
 import grain_packing
 import train_tiny
-from benchmarks import compare, run
+from benchmarks import compare, cpu, run
 from flax_block import TinyGPT, gated_deltanet, softmax_attention
 from jla.bench import cases
 from jla.models import AutoModelForCausalLM
@@ -158,3 +159,13 @@ def test_the_table_of_a_comparison_holds_what_both_have_measured():
     *_, row = compare.table(records).splitlines()
     assert "| gdn/A | 0.500 / 2.000 | 1.000 / 4.000 | 2.000 / 6.000 | 2.00 / 1.50 | 3, 5 |" == row
     assert compare.KINDS.keys() <= cases.OPS.keys()
+
+
+@pytest.mark.parametrize("op", [op for op in cases.OPS if op not in cpu.NO_RECURRENCE])
+def test_the_cpu_benchmark_has_a_shape_for_every_recurrence(op):
+    p = cpu.shape(op, 8, T=32)
+    inputs = cases.make_inputs(op, p, jnp.float32)
+    for impl in cpu.IMPLS:
+        forward, _ = cases.functions(op, p, impl)
+        o = jax.eval_shape(forward, inputs)
+        assert o.dtype == jnp.float32 and o.shape[:2] == (1, 32)

@@ -90,17 +90,17 @@ class Decay:
 
     def enter_before(self, x: jax.Array) -> jax.Array:
         """:meth:`enter` for what reads before its own token decays the state."""
-        return later(self.enter(earlier(x)), x)
+        return forth(self.enter(back(x)), x)
 
 
-def earlier(x: jax.Array) -> jax.Array:
+def back(x: jax.Array) -> jax.Array:
     """Rows ``[..., C, K]`` that read before their own token decays and writes, as rows of the token
-    before: what :meth:`Decay.pairs` gives for them goes back with :func:`later`."""
+    before: what :meth:`Decay.pairs` gives for them goes there with :func:`forth`."""
     return jnp.concatenate([x[..., 1:, :], jnp.zeros_like(x[..., :1, :])], axis=-2)
 
 
-def later(x: jax.Array, first: jax.Array | None = None) -> jax.Array:
-    """The way back of :func:`earlier`, ``[..., C, X]``; its first row is ``first``'s, or 0."""
+def forth(x: jax.Array, first: jax.Array | None = None) -> jax.Array:
+    """The reverse of :func:`back`, ``[..., C, X]``; its first row is ``first``'s, or 0."""
     first = jnp.zeros_like(x) if first is None else first
     return jnp.concatenate([first[..., :1, :].astype(x.dtype), x[..., :-1, :]], axis=-2)
 
@@ -245,23 +245,28 @@ def _channel_pairs_bwd(dtype, saved, d):
         for s in range(len(columns))
     )
     dg, d = jnp.zeros_like(g), _folded(d)
-    for upto, after in _levels(g)[:-1]:
-        half = upto.shape[-2]
-        reads, writes = _factors(a, b, (upto, after))
+    for level in _levels(g)[:-1]:
+        half = level[0].shape[-2]
         below = diagonal_blocks(d, chunk // (2 * half))
         below = below[..., half * len(rows) :, : half * len(columns)]
         below = _unfolded(below, len(rows), len(columns))
-        d_reads = product("...irjs,...jsk->...irk", below, writes, wide)
-        d_writes = product("...irjs,...irk->...jsk", below, reads, wide)
-        behind, before = jnp.sum(writes * d_writes, axis=-2), jnp.sum(reads * d_reads, axis=-2)
-        dg += _merge(*_sums_by_gate(behind, before))
-        d_reads, d_writes = (
-            d_reads * upto[..., 1::2, :, None, :],
-            d_writes * after[..., 0::2, :, None, :],
-        )
-        da += _merge(jnp.zeros_like(d_reads), d_reads, axis=-3)
-        db += _merge(d_writes, jnp.zeros_like(d_writes), axis=-3)
+        more = _level_bwd(below, *_factors(a, b, level), level)
+        da, db, dg = (x + y for x, y in zip((da, db, dg), more, strict=True))
     return _unstacked(da, rows), _unstacked(db, columns), dg
+
+
+def _level_bwd(below, reads, writes, level):
+    """Gradients of rows, columns and gates from those of the blocks ``below [..., n, half, R, half,
+    S]`` of one level, in the layouts of :func:`_ranked` and of gates."""
+    upto, after = level
+    d_reads = product("...irjs,...jsk->...irk", below, writes, below.dtype)
+    d_writes = product("...irjs,...irk->...jsk", below, reads, below.dtype)
+    behind, before = jnp.sum(writes * d_writes, axis=-2), jnp.sum(reads * d_reads, axis=-2)
+    dg = _merge(*_sums_by_gate(behind, before))
+    d_reads = d_reads * upto[..., 1::2, :, None, :]
+    d_writes = d_writes * after[..., 0::2, :, None, :]
+    da = _merge(jnp.zeros_like(d_reads), d_reads, axis=-3)
+    return da, _merge(d_writes, jnp.zeros_like(d_writes), axis=-3), dg
 
 
 def _unstacked(dx, xs):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jla.ops.chunking import accumulator, product, unit_lower_inverse
-from jla.ops.decay import Decay, earlier, later
+from jla.ops.decay import Decay, back, forth
 from jla.ops.recurrence import Options, Parts, Recurrence, check_operands, run, scaled
 
 
@@ -76,8 +76,8 @@ def _step(q, k, v, a, b, decay, state):
 
 def _within(q, k, v, a, b, decay: Decay) -> Parts:
     dtype = v.dtype
-    scores, reads = decay.pairs([q, earlier(a)], [k, b], dtype)
-    of_k, of_b = map(later, reads)
+    scores, reads = decay.pairs([q, back(a)], [k, b], dtype)
+    of_k, of_b = map(forth, reads)
     inverse = unit_lower_inverse(-of_b)
     read = product("...ij,...jv->...iv", of_k, v, dtype)
     return Parts(

@@ -20,7 +20,7 @@ from jla.kernels import limits
 from jla.kernels.sharding import per_device
 from jla.ops import segments
 from jla.ops.chunking import accumulator
-from jla.ops.decay import Decay, earlier, later
+from jla.ops.decay import Decay, back, forth
 from jla.ops.recurrence import Options, Parts, Recurrence, check_operands, run, scaled
 
 
@@ -155,10 +155,10 @@ def _rwkv6_step(r, k, v, u, reader, decay, state):
 def _rwkv6_within(r, k, v, u, reader, decay: Decay) -> Parts:
     wide = accumulator(v.dtype)
     own = jnp.sum(r.astype(wide) * u * k.astype(wide), axis=-1)
-    ((scores,),) = decay.pairs([earlier(reader)], [k], v.dtype)
+    ((scores,),) = decay.pairs([back(reader)], [k], v.dtype)
     return Parts(
         reads=decay.enter_before(reader),
-        scores=later(scores) + own[..., None] * jnp.eye(own.shape[-1]),
+        scores=forth(scores) + own[..., None] * jnp.eye(own.shape[-1]),
         keys=decay.leave(k),
         total=decay.total,
         values=v,

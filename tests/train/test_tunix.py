@@ -6,8 +6,9 @@ import optax
 import pytest
 from flax import nnx
 from helpers import assert_close
+from models.resume import CONFIG
 
-from jla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+from jla.models import GatedDeltaNetForCausalLM
 from jla.train.tunix import TunixModel, segment_ids_from_mask
 
 IDS = np.random.default_rng(0).integers(1, 31, (4, 9))
@@ -25,16 +26,7 @@ PACKED = np.array([[1, 1, 1, 2, 2, 2, 2, 0, 0], [3, 0, 3, 3, 1, 3, 3, 3, 3]]).re
 
 @pytest.fixture(scope="module")
 def model():
-    config = GatedDeltaNetConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_heads=2,
-        head_dim=4,
-        vocab_size=31,
-        attn={"layers": [1], "num_heads": 2},
-    )
-    return TunixModel(GatedDeltaNetForCausalLM(config, rngs=nnx.Rngs(0)))
+    return TunixModel(GatedDeltaNetForCausalLM(CONFIG, rngs=nnx.Rngs(0)))
 
 
 @nnx.jit
