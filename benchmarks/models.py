@@ -63,12 +63,18 @@ def time_layer(name: str, shape: tuple[int, int], impl: str) -> dict:
 
 def train(name: str, impl: str, steps: int = 8) -> dict:
     """A few steps of training."""
+    seconds = {"imports": time.perf_counter() - START}
+
+    def done(what):
+        seconds[what] = time.perf_counter() - START - sum(seconds.values())
+
     model = AutoModelForCausalLM.from_config(
         MODELS[name], dtype=jnp.bfloat16, scan_layers=True, remat=True, rngs=nnx.Rngs(0)
     )
     graphdef, state = nnx.split(model)
     optimiser = optax.adamw(1e-4)
-    moments = jax.jit(optimiser.init)(state)
+    moments = jax.block_until_ready(jax.jit(optimiser.init)(state))
+    done("initialisation")
 
     def step(state, moments, ids):
         def loss(state):
@@ -80,11 +86,14 @@ def train(name: str, impl: str, steps: int = 8) -> dict:
 
     ids = jax.random.randint(jax.random.key(1), (8, TOKENS // 8), 0, MODELS[name].vocab_size)
     with pinned(impl):
-        run = jax.jit(step, donate_argnums=(0, 1)).lower(state, moments, ids).compile()
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(state, moments, ids)
+    done("tracing")
+    run = lowered.compile()
+    done("compilation")
     state, moments, value = run(state, moments, ids)
     first = jax.block_until_ready(value)
+    done("first step")
     started = time.perf_counter()
-    seconds_to_first = started - START
     for _ in range(steps):
         state, moments, value = run(state, moments, ids)
     jax.block_until_ready(value)
@@ -92,7 +101,9 @@ def train(name: str, impl: str, steps: int = 8) -> dict:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state))
     return dict(
         model=name, impl=impl, parameters=parameters, tokens_per_second=round(rate),
-        seconds_to_first_step=round(seconds_to_first, 1), loss=[float(first), float(value)],
+        seconds_to_first_step=round(sum(seconds.values()), 1),
+        seconds={what: round(s, 1) for what, s in seconds.items()},
+        loss=[float(first), float(value)],
     )  # fmt: skip
 
 

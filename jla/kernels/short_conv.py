@@ -37,12 +37,10 @@ def short_conv(x, kernel, bias=None, *, silu, segment_ids=None, initial_state=No
     Returns: [B, T, D] in x's dtype, zero at padding.
     """
     _check(x, kernel)
-    batch, length, channels = x.shape
+    length = x.shape[1]
     # A copy that crosses a row's end may land in the next row: rows get whole tiles.
     x = cm.lengthen(x, kernels.TOKENS)
-    bias = jnp.zeros((channels,), cm.F32) if bias is None else bias.astype(cm.F32)
-    if initial_state is None:
-        initial_state = jnp.zeros((batch, kernel.shape[0] - 1, channels), x.dtype)
+    bias = None if bias is None else bias.astype(cm.F32)
     ids = segment_ids
     if ids is not None:
         ids = cm.lengthen(ids.astype(jnp.int32), kernels.TOKENS)
@@ -70,11 +68,12 @@ def _core_forward(x, kernel, bias, state, ids, options):
 
 def _core_backward(options, saved, dy):
     x, kernel, bias, state, ids = saved
-    dx, sums, d_state = kernels.backward(
+    dx, sums, *d_state = kernels.backward(
         x, dy.astype(x.dtype), kernel, bias, state, ids, silu=options.silu
     )
     sums = jnp.sum(sums, (0, 1))
-    return dx, sums[:-1], sums[-1], d_state.astype(state.dtype), None
+    d_state = None if state is None else d_state[0].astype(state.dtype)
+    return dx, sums[:-1], None if bias is None else sums[-1], d_state, None
 
 
 _core.defvjp(_core_forward, _core_backward)

@@ -36,15 +36,16 @@ def strip_width(channels):
 def forward(x, kernel, bias, state, ids, *, silu):
     """Outputs [B, T, D] in x's dtype.
 
-    Args: x [B, T, D] 16-bit; kernel [W, D], bias [D] float32; state [B, W - 1, D] in x's dtype;
-      ids int32 [B, T] or None. T is a multiple of ``TOKENS``.
+    Args: x [B, T, D] 16-bit; kernel [W, D] and bias [D] or None, float32; state [B, W - 1, D] in
+      x's dtype or None; ids int32 [B, T] or None. T is a multiple of ``TOKENS``.
     """
     past = kernel.shape[0] - 1
+    inputs = _Inputs(x, kernel, bias, state, ids)
 
-    def body(x_ref, kernel_ref, bias_ref, state_ref, *refs, x_s, before_s, full, edge, ids_s=None):
-        *ids_ref, y_ref = refs
-        strip = _Strip(x_ref, state_ref, ids_ref, past)
-        taps, bias = strip.filters(kernel_ref, bias_ref)
+    def body(*refs, x_s, before_s, full, edge, ids_s=None):
+        given, (y_ref,) = inputs.named(refs)
+        strip = _Strip(given, past)
+        x_ref, taps, bias = given.x, *strip.filters(given)
 
         def fetch(n):
             slot, start = lax.rem(n, STAGES), strip.first + n * TOKENS
@@ -85,7 +86,7 @@ def forward(x, kernel, bias, state, ids, *, silu):
         edge=plgpu.Barrier(num_arrivals=1 if ids is None else past),
     )
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return _launch(body, "short_conv_forward", out, scratch, STAGES, ids, (x, kernel, bias, state))
+    return _launch(body, "short_conv_forward", out, scratch, STAGES, inputs)
 
 
 def backward(x, dy, kernel, bias, state, ids, *, silu):
@@ -93,19 +94,20 @@ def backward(x, dy, kernel, bias, state, ids, *, silu):
 
     Args: as of ``forward``, dy [B, T, D] in x's dtype.
     Returns: dx [B, T, D] in x's dtype; float32 [B, blocks, W + 1, D], the last one of the bias;
-      float32 [B, W - 1, D].
+      with a state float32 [B, W - 1, D].
     Tiles run from the last to the first. Of the real tokens after a tile the cotangents of z are
     carried; those after the block are computed from the inputs there.
     """
     width = kernel.shape[0]
     past = width - 1
+    inputs = _Inputs(x, kernel, bias, state, ids, dy)
 
-    def body(x_ref, dy_ref, kernel_ref, bias_ref, state_ref, *refs, ids_s=None, **scratch):
+    def body(*refs, ids_s=None, **scratch):
         x_s, dy_s, before_s, full = (scratch[name] for name in ("x_s", "dy_s", "before_s", "full"))
         x_e, dy_e, before_e, edge = (scratch[name] for name in ("x_e", "dy_e", "before_e", "edge"))
-        *ids_ref, dx_ref, sums_ref, dstate_ref = refs
-        strip = _Strip(x_ref, state_ref, ids_ref, past)
-        taps, bias = strip.filters(kernel_ref, bias_ref)
+        given, (dx_ref, sums_ref, *dstate_ref) = inputs.named(refs)
+        strip = _Strip(given, past)
+        x_ref, dy_ref, taps, bias = given.x, given.dy, *strip.filters(given)
 
         def place(n):
             return lax.rem(n, BACKWARD_STAGES), strip.first + (strip.tiles - 1 - n) * TOKENS
@@ -178,9 +180,10 @@ def backward(x, dy, kernel, bias, state, ids, *, silu):
 
         @pl.when(strip.first == 0)
         def _():
-            for back in range(1, width):  # token -back of the state: its nearer taps meet the state
-                dx = _weighted(taps[: width - back][::-1], after)
-                dstate_ref.at[strip.row, past - back, strip.columns][...] = dx
+            for ref in dstate_ref:
+                for back in range(1, width):  # token -back of the state: nearer taps meet the state
+                    dx = _weighted(taps[: width - back][::-1], after)
+                    ref.at[strip.row, past - back, strip.columns][...] = dx
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -200,31 +203,39 @@ def backward(x, dy, kernel, bias, state, ids, *, silu):
         ),
         edge=plgpu.Barrier(num_arrivals=3 * copies),
     )
-    out = (
+    out = [
         jax.ShapeDtypeStruct(x.shape, x.dtype),
         jax.ShapeDtypeStruct((batch, _spans(length), width + 1, channels), cm.F32),
-        jax.ShapeDtypeStruct((batch, past, channels), cm.F32),
-    )
-    return _launch(
-        body,
-        "short_conv_backward",
-        out,
-        scratch,
-        BACKWARD_STAGES,
-        ids,
-        (x, dy, kernel, bias, state),
-    )
+    ]
+    if state is not None:
+        out.append(jax.ShapeDtypeStruct((batch, past, channels), cm.F32))
+    return _launch(body, "short_conv_backward", tuple(out), scratch, BACKWARD_STAGES, inputs)
 
 
 def _spans(length):
     return -(-length // SPAN)
 
 
-def _launch(body, name, out, scratch, stages, ids, inputs):
-    batch, length, channels = inputs[0].shape
-    if ids is not None:
+class _Inputs(NamedTuple):
+    """What a kernel reads, arrays or their references; None is not handed over."""
+
+    x: Any
+    kernel: Any
+    bias: Any
+    state: Any
+    ids: Any
+    dy: Any = None
+
+    def named(self, refs) -> tuple["_Inputs", list]:
+        """The references of these arrays, and the others."""
+        refs = list(refs)
+        return _Inputs(*(None if x is None else refs.pop(0) for x in self)), refs
+
+
+def _launch(body, name, out, scratch, stages, inputs):
+    batch, length, channels = inputs.x.shape
+    if inputs.ids is not None:
         scratch = scratch | dict(ids_s=plgpu.SMEM((stages, ID_SLOT), jnp.int32))
-        inputs = *inputs, ids
     return cm.kernel(
         body,
         name=name,
@@ -232,7 +243,7 @@ def _launch(body, name, out, scratch, stages, ids, inputs):
         scratch=scratch,
         grid=(batch, _spans(length), channels // strip_width(channels)),
         grid_names=("b", "t", "d"),
-    )(*inputs)
+    )(*(x for x in inputs if x is not None))
 
 
 class _Mark(NamedTuple):
@@ -245,10 +256,9 @@ class _Mark(NamedTuple):
 class _Strip:
     """The place of a block: a row, ``tiles`` tiles from token ``first`` on, and its channels."""
 
-    def __init__(self, x_ref, state_ref, ids_ref, past):
-        self.x, self.state, self.past = x_ref, state_ref, past
-        self.ids: Any = ids_ref[0] if ids_ref else None
-        self.length, channels = x_ref.shape[1:]
+    def __init__(self, given: _Inputs, past):
+        self.x, self.state, self.ids, self.past = given.x, given.state, given.ids, past
+        self.length, channels = self.x.shape[1:]
         width = strip_width(channels)
         self.row, self.span, column = (lax.axis_index(name) for name in "btd")
         self.first = self.span * SPAN
@@ -263,9 +273,10 @@ class _Strip:
     def zeros(self):
         return plgpu.layout_cast(jnp.zeros((self.width,), cm.F32), self.layout)
 
-    def filters(self, kernel_ref, bias_ref):
-        taps = [self.load(kernel_ref.at[i, self.columns]) for i in range(self.past + 1)]
-        return taps, self.load(bias_ref.at[self.columns])
+    def filters(self, given):
+        """The taps and the bias (or None)."""
+        taps = [self.load(given.kernel.at[i, self.columns]) for i in range(self.past + 1)]
+        return taps, None if given.bias is None else self.load(given.bias.at[self.columns])
 
     def tile(self, ref, start):
         return ref.at[self.row, pl.ds(start, TOKENS), self.columns]
@@ -282,34 +293,40 @@ class _Strip:
     def fetch_before(self, start, to, barrier):
         """The W - 1 real tokens before ``start``, oldest first."""
         if self.ids is None:
-            tokens = pl.ds(start - self.past, self.past)
-            self._fetch_rows(start > 0, tokens, pl.ds(0, self.past), to, barrier)
+            self._fetch_rows(start - self.past, self.past, to, barrier)
             return
         for back, (place, _, _) in enumerate(self._search_before(start), 1):
-            state_row = pl.ds(jnp.maximum(place + self.past, 0), 1)
-            row = to.at[pl.ds(self.past - back, 1)]
-            self._fetch_rows(place >= 0, pl.ds(place, 1), state_row, row, barrier)
+            self._fetch_rows(place, 1, to.at[pl.ds(self.past - back, 1)], barrier)
 
-    def _fetch_rows(self, inside, tokens, state_rows, to, barrier):
-        """One copy: ``tokens`` of the row if ``inside``, else rows of the initial state."""
+    def _fetch_rows(self, place, count, to, barrier):
+        """One copy: ``count`` tokens from ``place`` on; below 0 rows of the initial state, or of
+        what ``window`` leaves out where there is none."""
 
-        @pl.when(inside)
-        def _():
-            plgpu.copy_gmem_to_smem(self.x.at[self.row, tokens, self.columns], to, barrier)
+        def fetch(ref, first):
+            rows = pl.ds(jnp.maximum(first, 0), count)
+            plgpu.copy_gmem_to_smem(ref.at[self.row, rows, self.columns], to, barrier)
 
-        @pl.when(jnp.logical_not(inside))
-        def _():
-            plgpu.copy_gmem_to_smem(self.state.at[self.row, state_rows, self.columns], to, barrier)
+        if self.state is None:
+            fetch(self.x, place)
+            return
+        pl.when(place >= 0)(lambda: fetch(self.x, place))
+        pl.when(place < 0)(lambda: fetch(self.state, place + self.past))
 
     def window(self, start, before_s):
         """The window before ``start``, oldest first, and the id of the last real token."""
         rows = [self.load(before_s.at[i]) for i in range(self.past)]
         if self.ids is None:
-            return tuple(rows), jnp.int32(0)
-        found = self._search_before(start)
-        valid = [ok for _, _, ok in reversed(found)]
+            last, valid = jnp.int32(0), [start > 0] * self.past
+            if self.state is not None:
+                return tuple(rows), last
+        else:
+            found = self._search_before(start)
+            last = found[0][1]
+            valid = [
+                ok & ((place >= 0) | (self.state is not None)) for place, _, ok in reversed(found)
+            ]
         rows = [_where(ok, row, jnp.zeros_like(row)) for ok, row in zip(valid, rows, strict=True)]
-        return tuple(rows), found[0][1]
+        return tuple(rows), last
 
     def fetch_after(self, end, sources, targets, barrier):
         """The W - 1 real tokens from ``end`` on; their places, the row's length where none is."""

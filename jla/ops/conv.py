@@ -52,10 +52,8 @@ def causal_conv1d(
     _check(x, kernel, bias, activation, initial_state)
     if segment_ids is not None:
         segment_ids = segments.check_segment_ids(segment_ids, x.shape[:2], x)
-    past = kernel.shape[0] - 1
-    if initial_state is None:
-        initial_state = jnp.zeros_like(x[:, :1]).repeat(past, axis=1)
-    initial_state = initial_state.astype(x.dtype)
+    if initial_state is not None:
+        initial_state = initial_state.astype(x.dtype)
     run = _on_hopper if choose(x, kernel, impl=impl).impl == "mosaic" else _convolve
     return run(
         x, kernel, bias, segment_ids, initial_state,
@@ -82,12 +80,15 @@ def _on_hopper(x, kernel, bias, segment_ids, state, *, activation, output_final_
     y = short_conv(
         x, kernel, bias, silu=activation is not None, segment_ids=segment_ids, initial_state=state
     )
-    return y, _final_window(x, state, segment_ids) if output_final_state else None
+    if not output_final_state:
+        return y, None
+    return y, _final_window(x, _or_zeros(state, x, kernel), segment_ids)
 
 
 @_jit
 def _convolve(x, kernel, bias, segment_ids, state, *, activation, output_final_state):
     length, width = x.shape[1], kernel.shape[0]
+    state = _or_zeros(state, x, kernel)
     if segment_ids is not None:
         x = jnp.where((segment_ids != 0)[..., None], x, 0)
     window = jnp.concatenate([state, x], axis=1)
@@ -103,6 +104,12 @@ def _convolve(x, kernel, bias, segment_ids, state, *, activation, output_final_s
     if segment_ids is not None:
         y = jnp.where((segment_ids != 0)[..., None], y, 0)
     return y, _final_window(x, state, segment_ids) if output_final_state else None
+
+
+def _or_zeros(state, x, kernel):
+    """The initial state, zeros if None."""
+    past = kernel.shape[0] - 1
+    return jnp.zeros_like(x[:, :1]).repeat(past, axis=1) if state is None else state
 
 
 def token_shift(

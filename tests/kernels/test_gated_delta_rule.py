@@ -318,6 +318,7 @@ GPU = (
     Case(length=65, heads=1, qk_heads=1, documents=True),
     Case(length=65, heads=6, qk_heads=3, l2norm=True),
     Case(length=200, heads=20, qk_heads=10, documents=True, l2norm=True),
+    Case(length=300, heads=16, qk_heads=16, key_dim=128, value_dim=128, documents=True),
     Case(length=2101, heads=2, key_dim=128, value_dim=128, gates="mixed"),
     Case(batch=2, length=2100, heads=4, qk_heads=4, key_dim=128, value_dim=128, documents=True),
     Case(length=2100, heads=2, qk_heads=2, documents=True, gates="hard"),

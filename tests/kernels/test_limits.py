@@ -33,7 +33,6 @@ def test_the_device_is_asked_last_and_named():
         (qkv(256), {}, "head sizes may be at most K=128 and V=128, got K=256 and V=128"),
         (qkv(dtype=jnp.float32), {}, "must all be bfloat16 or float16, got float32"),
         (qkv(), dict(scale=-1.0), "scale must be above 0"),
-        (qkv(heads=12), {}, "heads must be at most 4 or a multiple of 8, got 12"),
         (qkv(), dict(state_positions=jnp.zeros((1, 1), jnp.int32)), "no state_positions"),
     ],
 )
