@@ -20,7 +20,7 @@ from jla import ops
 from jla.kernels.gated_norm import gated_norm
 from jla.kernels.short_conv import short_conv
 
-IDS = np.repeat([[1, 2, 0, 3]], [70, 63, 5, 62], axis=1).astype(np.int32)  # 200 tokens
+IDS = jnp.asarray(np.repeat([[1, 2, 0, 3]], [70, 63, 5, 62], axis=1), jnp.int32)  # 200 tokens
 B, T, HEADS, GROUPS, SIZE = 1, IDS.shape[1], 4, 2, 128
 
 
@@ -48,7 +48,7 @@ def scalar_decay():
 
 def convolution():
     x, taps = normal(0, B, T, 512), normal(1, 4, 512, dtype=jnp.float32)
-    return lambda x, w: short_conv(x, w, silu=True, segment_ids=jnp.asarray(IDS)), (x, taps)
+    return lambda x, w: short_conv(x, w, silu=True, segment_ids=IDS), (x, taps)
 
 
 def norm():
