@@ -13,8 +13,7 @@ from jax import lax
 
 F32 = jnp.float32
 LOG2E = math.log2(math.e)
-HEAD_DIMS = (64, 128)
-WIDEST = max(HEAD_DIMS)
+WIDEST = 128  # head size that a tile holds
 SMS = 132  # streaming multiprocessors of an H100 or H200 SXM: blocks of a persistent kernel
 
 WGMMA = plgpu.Layout.WGMMA
@@ -29,9 +28,9 @@ def lengthen(x, multiple):
 
 
 def widen(x, axis=-1):
-    """``x`` with zeros up to the next head size that the kernels have."""
+    """``x`` with zeros up to a head size that the kernels have: 64, or a multiple of 128."""
     size = x.shape[axis]
-    extra = min(d for d in HEAD_DIMS if d >= size) - size
+    extra = -size % (64 if size <= 64 else 128)
     if not extra:
         return x
     pads = [(0, 0)] * x.ndim

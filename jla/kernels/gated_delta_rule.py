@@ -37,6 +37,7 @@ from jla.kernels import gated_delta_rule_forward as forward
 from jla.kernels import gated_delta_rule_split as split
 
 C = forward.C
+WIDEST_KEY = 256
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
@@ -65,7 +66,7 @@ def gated_delta_rule(
 
     Args:
       q, k: [B, T, Hq, K] bfloat16 or float16; head h of v uses q/k head h // (H // Hq).
-      v: [B, T, H, V] in the same dtype; V above 128 is cut into heads of 128.
+      v: [B, T, H, V] in the same dtype; K is at most 256.
       g: [B, T, H] float32 log decay (natural units, <= 0, -inf allowed), None for the delta rule.
       beta: [B, T, H] float32.
       scale: positive number on the outputs.
@@ -77,25 +78,17 @@ def gated_delta_rule(
     Returns: o [B, T, H, V] in v's dtype, final states [B, H, K, V] float32 or None.
     """
     _check(q, k, v, g, beta, scale)
-    length, key_dim = k.shape[1], k.shape[-1]
-    heads, value_dim = v.shape[2:]
-    q, k, v = cm.widen(q), cm.widen(k), cm.widen(cm.value_parts(v))
-    g, beta = (None if x is None else _per_part(x.astype(cm.F32), v) for x in (g, beta))
+    length, key_dim, value_dim = k.shape[1], k.shape[-1], v.shape[-1]
+    g, beta = (None if x is None else x.astype(cm.F32) for x in (g, beta))
     state = initial_state
     if state is not None:
-        state = cm.widen(cm.widen(cm.state_parts(state.astype(cm.F32))), -2)
-    q, k, v = (cm.lengthen(x, 8) for x in (q, k, v))
+        state = cm.widen(cm.widen(state.astype(cm.F32)), -2)
+    q, k, v = (cm.lengthen(cm.widen(x), 8) for x in (q, k, v))
     options = Options(float(scale), use_qk_l2norm, output_final_state)
     o, state = _core(q, k, v, g, beta, state, marks, options)
-    o = o[:, :length].reshape(*o.shape[:1], length, heads, -1)[..., :value_dim]
     if state is not None:
-        state = cm.join_state(state, heads)[..., :key_dim, :value_dim]
-    return o, state
-
-
-def _per_part(x, v):
-    """``x [B, T, H]`` for every part of a head of ``v``."""
-    return jnp.repeat(x, v.shape[2] // x.shape[2], axis=2)
+        state = state[..., :key_dim, :value_dim]
+    return o[:, :length, :, :value_dim], state
 
 
 def _check(q, k, v, g, beta, scale):
@@ -107,8 +100,8 @@ def _check(q, k, v, g, beta, scale):
         raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} do not fit together")
     if beta.shape != v.shape[:3] or (g is not None and g.shape != beta.shape):
         raise ValueError(f"g and beta must be {v.shape[:3]}")
-    if k.shape[-1] > cm.WIDEST:
-        raise NotImplementedError(f"key head sizes above {cm.WIDEST}, got {k.shape[-1]}")
+    if k.shape[-1] > WIDEST_KEY:
+        raise NotImplementedError(f"key head sizes above {WIDEST_KEY}, got {k.shape[-1]}")
     if q.shape[1] == 0:
         raise ValueError("T must be at least 1")
     if not scale > 0:
@@ -139,17 +132,20 @@ def _whole_heads(x):
     return jnp.pad(x, [(0, 0), (0, 0), (0, extra)]) if extra else x
 
 
-def _pieces(v):
-    """Static split of v's rows, and the chunks of a row rounded up to whole pieces."""
-    batch, length, heads, _ = v.shape
+def _pieces(q, v):
+    """Static split of the rows, and the chunks of a row rounded up to whole pieces."""
+    (batch, length, heads, value_dim), key_dim = v.shape, q.shape[-1]
     chunks = -(-length // C)
-    pieces = split.piece_count(batch * heads, chunks)
+    if key_dim > split.WIDEST:
+        return 1, chunks
+    blocks = batch * heads * (value_dim // forward.value_width(key_dim, value_dim))
+    pieces = split.piece_count(blocks, chunks)
     return pieces, -(-chunks // pieces) * pieces
 
 
 def _run(q, k, v, g, beta, state, marks, options, save):
     """o, final state [B, H, K, V], and what the backward needs when ``save``."""
-    pieces, chunks = _pieces(v)
+    pieces, chunks = _pieces(q, v)
     gates = _gates(q, g, beta, marks, chunks * C, options.normalised)
     fading = pieces > 1 and not (g is None and marks is None)
     inverses, tables = forward.chunk_inverses(
@@ -186,7 +182,7 @@ def _core_backward(options, saved, cotangents):
     do, d_end = cotangents
     do = do.astype(v.dtype)
     d_end = None if d_end is None else jnp.swapaxes(d_end, 2, 3)
-    pieces, _ = _pieces(v)
+    pieces, _ = _pieces(q, v)
     chain = functools.partial(backward.state_gradients, q, k, do, inverses, tables, pieces=pieces)
     if pieces > 1:
         fading = not (g is None and marks is None)
@@ -195,12 +191,17 @@ def _core_backward(options, saved, cotangents):
         )
         d_end = split.scan_pieces(d_end, *maps, add, pieces=pieces, reverse=True)
     d_start, d_states, dx = chain(d_end)
+    inside = options.normalised and q.shape[-1] <= cm.WIDEST
     dq, dk, dv, sums = backward.token_gradients(
-        q, k, v, do, states, u, d_states, dx, tables,
-        normalised=options.scale if options.normalised else None,
-    )  # fmt: skip
+        q, k, v, do, states, u, d_states, dx, tables, normalised=options.scale if inside else None
+    )
     dg, dbeta = _gate_cotangents(sums, tables, g, marks, beta.shape[1])
     dq, dk = (_sum_group(x, q.shape[2]) for x in (dq, dk))
+    if options.normalised and not inside:
+        shares = backward.along_shares(sums, tables, options.scale)
+        dq, dk = (
+            _without(dx, x, share) for dx, x, share in zip((dq, dk), (q, k), shares, strict=True)
+        )
     d_state = None if stateless else jnp.swapaxes(_piece(d_start, pieces, 0), 2, 3)
     return dq, dk, dv, dg, dbeta, d_state, None
 
@@ -219,6 +220,12 @@ def _gate_cotangents(sums, tables, g, marks, length):
 
 
 _core.defvjp(_core_forward, _core_backward)
+
+
+def _without(dx, x, share):
+    """``dx [B, T, Hq, K]`` less its part along x; ``share [B, H, N, 64]``."""
+    share = _sum_group(_unchunked(share, x.shape[1])[..., None], x.shape[2])
+    return (dx.astype(cm.F32) - share * x.astype(cm.F32)).astype(x.dtype)
 
 
 def _sum_group(x, heads):

@@ -24,13 +24,15 @@ from jla.kernels.gated_delta_rule_forward import (
     G_FROM,
     GAMMA_Q,
     GQ,
+    RESET,
     ROWS,
-    RUN,
+    STEP,
     TO_END,
     TOTAL,
     C,
     G,
     item_count,
+    value_width,
 )
 
 # Rows of the sums that ``token_gradients`` returns for the gates and beta.
@@ -53,8 +55,10 @@ def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, reaching=N
     dtype = q.dtype
     steps = tables.shape[2] // pieces
     group = heads // q.shape[2]
-    states = value_dim // C
-    stages = 3
+    width = value_width(key_dim, value_dim)
+    states = width // C
+    wide = key_dim > 128  # a state's gradient is read from shared memory, not from registers
+    stages = 2 if wide else 3
     tile = (C, C)
 
     def body(q_ref, k_ref, do_ref, t_ref, table_ref, *refs, q_s, k_s, do_s, t_s,
@@ -63,7 +67,7 @@ def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, reaching=N
         final_ref = None if d_final is None else refs.pop(0)
         reaching_ref = None if reaching is None else refs.pop(0)
         start_ref, *saved = refs
-        bp, h, wg = lax.axis_index("b"), lax.axis_index("h"), lax.axis_index("wg")
+        bp, h, part, wg = (lax.axis_index(x) for x in ("b", "h", "part", "wg"))
         b, piece = lax.div(bp, pieces), lax.rem(bp, pieces)
         hq = lax.div(h, group)
         count = jnp.int32(steps) if reaching is None else reaching_ref[b, h, piece]
@@ -76,10 +80,13 @@ def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, reaching=N
         def rows(m):
             return pl.ds(chunk(m) * C, C)
 
+        def columns(c):  # of the values
+            return pl.ds(part * width + c * C, C)
+
         @pl.when(wg < states)
         def _state():
-            plgpu.set_max_registers(200 if states == 2 else 208, action="increase")
-            cols = pl.ds(wg * C, C)
+            plgpu.set_max_registers(240 if wide else 200 if states == 2 else 208, action="increase")
+            leaving, cols = ds_s.at[pl.ds(wg * C, C)], columns(wg)
 
             def release_previous(m):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -90,19 +97,21 @@ def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, reaching=N
                 def _():
                     release_previous(m)
 
-                ds_s.at[cols][...] = lo
+                leaving[...] = lo
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(ds_s.at[cols], saved[0].at[b, h, chunk(m), cols])
+                plgpu.copy_smem_to_gmem(leaving, saved[0].at[b, h, chunk(m), cols])
 
             def step(m, state):
                 slot, half = lax.rem(m, stages), lax.rem(m, 2)
                 table, mine = table_s.at[slot], do_s.at[slot * states + wg]
                 plgpu.barrier_wait(full.at[slot])
                 lo = state.astype(dtype)
+                if wide:
+                    publish(m, lo)
                 plgpu.barrier_wait(p_ready.at[half])
 
                 def during_read():
-                    if save:
+                    if save and not wide:
                         publish(m, lo)
                     return plgpu.load(mine.T, layout=cm.WGMMA)
 
@@ -116,7 +125,9 @@ def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, reaching=N
                     )
 
                 (later, du), do_t = cm.products(
-                    (lo, k_s.at[slot].T, tile), (mine.T, p_s.at[half], tile), meanwhile=during_read
+                    (leaving if wide else lo, k_s.at[slot].T, tile),
+                    (mine.T, p_s.at[half], tile),
+                    meanwhile=during_read,
                 )
                 plgpu.barrier_arrive(p_free.at[half])
                 du = du + later * cm.per_col(cm.load_col(table.at[TO_END]), tile)
@@ -193,7 +204,7 @@ def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, reaching=N
                 plgpu.copy_gmem_to_smem(table_ref.at[b, h, chunk(m)], table_s.at[slot], bar)
                 for c in range(states):
                     plgpu.copy_gmem_to_smem(
-                        do_ref.at[b, rows(m), h, pl.ds(c * C, C)], do_s.at[slot * states + c], bar
+                        do_ref.at[b, rows(m), h, columns(c)], do_s.at[slot * states + c], bar
                     )
                 plgpu.copy_gmem_to_smem(t_ref.at[b, h, chunk(m)], t_s.at[slot], bar)
 
@@ -218,7 +229,7 @@ def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, reaching=N
             t_s=cm.smem((stages, C, C), dtype),
             table_s=plgpu.SMEM((stages, ROWS, C), cm.F32),
             p_s=cm.smem((2, C, C), dtype),
-            ds_s=cm.smem((value_dim, key_dim), dtype),
+            ds_s=cm.smem((width, key_dim), dtype),
             place_s=plgpu.SMEM((2, C), cm.F32),
             full=plgpu.Barrier(num_arrivals=4 + states, num_barriers=stages),
             free=plgpu.Barrier(num_arrivals=states + 1, num_barriers=stages),
@@ -226,8 +237,8 @@ def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, reaching=N
             p_free=plgpu.Barrier(num_arrivals=states, num_barriers=2),
             done=plgpu.Barrier(num_arrivals=states + 2),
         ),
-        grid=(batch * pieces, heads),
-        grid_names=("b", "h"),
+        grid=(batch * pieces, heads, value_dim // width),
+        grid_names=("b", "h", "part"),
         warpgroups=states + 2,
     )(q, k, do, inverses, tables, *extra)
 
@@ -235,14 +246,15 @@ def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, reaching=N
 def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=None):
     """dq, dk, dv and the row sums behind dg and dbeta; chunks independent, persistent blocks.
 
-    A block walks chunks (heads fastest). The value columns come in tiles of 64 through a ring of
-    two, because every product here contracts over values; q and k are double-buffered and
-    replaced by dq and dk in place. Warpgroups: queries (dq, dP), errors (dA, dv, dbeta),
-    keys (dk), loader.
+    A block walks chunks (heads fastest), of keys wider than 128 one part after another. The value
+    columns come in tiles of 64 through a ring of two, because every product here contracts over
+    values; q and k are double-buffered and replaced by dq and dk in place. Warpgroups: queries
+    (dq, dP), errors (dA, dv, dbeta), keys (dk), loader.
 
     Args: q, k [B, T, Hq, K]; v, do, u, dx [B, T, H, V]; states (entering) and d_states (leaving)
       [B, H, N, V, K] 16-bit; tables; normalised: None, or the scale of the outputs where the
-      tables hold inverse norms of q and k: then the parts along q and k leave the gradients.
+      tables hold inverse norms of q and k: then the parts along q and k leave the gradients
+      (K <= 128; see ``along_shares`` for wider ones).
     Returns: dq, dk [B, T, H, K] (per value head), dv [B, T, H, V], sums float32 [B, H, N, 6, 64].
     """
     batch, length, _, key_dim = q.shape
@@ -251,7 +263,9 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
     dtype = q.dtype
     group = heads // q.shape[2]
     tiles = value_dim // C
-    items = batch * heads * chunks
+    width = min(key_dim, 128)
+    parts = key_dim // width
+    items = batch * heads * chunks * parts
     blocks = min(cm.SMS, items)
     sq = (C, C)
 
@@ -263,21 +277,24 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
         count = item_count(items, blocks, block)
 
         def place(m):
-            item = block + m * blocks
+            item, part = lax.div(block + m * blocks, parts), lax.rem(block + m * blocks, parts)
             h = lax.rem(item, heads)
             n = lax.rem(lax.div(item, heads), chunks)
-            return lax.div(item, heads * chunks), n, h
+            return lax.div(item, heads * chunks), n, h, part
+
+        def channels(part):  # of the keys
+            return pl.ds(part * width, width)
 
         def ring(m, c):
             return lax.rem(m * tiles + c, 2)
 
         def put(m, row, vector):
-            b, n, h = place(m)
-            sum_ref.at[b, h, n, row][...] = vector
+            b, n, h, part = place(m)
+            sum_ref.at[b, h, n, part, row][...] = vector
 
         def replace(tile, gradient, share):
             """Writes gradient - share * tile over the tile, in parts that fit in registers."""
-            for c in range(key_dim // C):
+            for c in range(width // C):
                 part, cols = tile.at[:, pl.ds(c * C, C)], slice(c * C, (c + 1) * C)
                 along = cm.load_tile(part) * cm.per_row(share, sq)
                 part[...] = (gradient[:, cols] - along).astype(dtype)
@@ -306,11 +323,12 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
                     write = part if write is None else write + part
                     if dp is None:
                         dp, dq = cm.products(
-                            (do_s.at[r], u_s.at[r].T, sq), (do_s.at[r], s_s.at[r], (C, key_dim))
+                            (do_s.at[r], u_s.at[r].T, sq), (do_s.at[r], s_s.at[r], (C, width))
                         )
                     else:
                         dp = cm.accumulate(dp, (do_s.at[r], u_s.at[r].T))
                         dq = cm.accumulate(dq, (do_s.at[r], s_s.at[r]))
+                    plgpu.commit_smem()  # loads come before the copy that refills the slot
                     plgpu.barrier_arrive(tile_free.at[r])
                     if c == 0:
 
@@ -329,7 +347,7 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
                 dp_s[...] = dp
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(dp_ready)
-                dq = dq * cm.per_row(cm.load_row(table.at[GAMMA_Q]), (C, key_dim))
+                dq = dq * cm.per_row(cm.load_row(table.at[GAMMA_Q]), (C, width))
                 dq = cm.accumulate(dq, (dp, k_t))
                 plgpu.barrier_arrive(k_done.at[slot])
                 along = jnp.sum(dq * cm.load_tile(q_t), axis=1)
@@ -342,8 +360,8 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
                 else:
                     q_t[...] = dq.astype(dtype)
                 plgpu.commit_smem()
-                b, n, h = place(m)
-                plgpu.copy_smem_to_gmem(q_t, dq_ref.at[b, pl.ds(n * C, C), h])
+                b, n, h, part = place(m)
+                plgpu.copy_smem_to_gmem(q_t, dq_ref.at[b, pl.ds(n * C, C), h, channels(part)])
 
             release_previous(count)
             plgpu.wait_smem_to_gmem(0)
@@ -357,7 +375,7 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
             def _(m):
                 slot = lax.rem(m, 2)
                 k_t, table = k_s.at[slot], table_s.at[slot]
-                b, n, h = place(m)
+                b, n, h, part = place(m)  # values and dv belong to the first part
                 plgpu.barrier_wait(full.at[slot])
                 beta = cm.load_row(table.at[BETA])
                 gamma = jnp.exp2(cm.load_row(table.at[G]))
@@ -372,7 +390,12 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     dv_s[...] = (dx_t * cm.per_row(beta, sq)).astype(dtype)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(dv_s, dv_ref.at[b, pl.ds(n * C, C), h, pl.ds(c * C, C)])
+
+                    @pl.when(part == 0)
+                    def _(c=c):
+                        target = dv_ref.at[b, pl.ds(n * C, C), h, pl.ds(c * C, C)]
+                        plgpu.copy_smem_to_gmem(dv_s, target)
+
                     if c == 0:
                         da = cm.product(dx_s.at[r], u_s.at[r].T, sq)
                     else:
@@ -387,6 +410,7 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
                 )
                 kk = cm.product(k_t, k_t.T, sq)
                 plgpu.barrier_arrive(k_done.at[slot])
+                value = value * jnp.where(part == 0, 1.0, 0.0)
                 put(m, D_BETA, value - seen - jnp.sum(da * kk, axis=1))
                 da = (da * cm.per_row(-beta, sq)).astype(dtype)
 
@@ -414,7 +438,7 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
                 plgpu.barrier_wait(full.at[slot])
                 to_end = cm.per_row(cm.load_row(table.at[TO_END]), sq)
                 read = cm.per_row(-cm.load_row(table.at[BETA_GAMMA]), sq)
-                dk, state = cm.zeros((C, key_dim)), None
+                dk, state = cm.zeros((C, width)), None
                 for c in range(tiles):
                     r = ring(m, c)
                     plgpu.barrier_wait(tile_full.at[r])
@@ -423,6 +447,7 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
                     dk = cm.accumulate(dk, (u_t, ds_s.at[r]), (dx_t, s_s.at[r]))
                     part = jnp.sum(cm.load_tile(s_s.at[r]) * cm.load_tile(ds_s.at[r]), axis=1)
                     state = part if state is None else state + part
+                    plgpu.commit_smem()
                     plgpu.barrier_arrive(tile_free.at[r])
                     if c == 0:
 
@@ -445,8 +470,8 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
                 else:
                     k_t[...] = dk.astype(dtype)
                 plgpu.commit_smem()
-                b, n, h = place(m)
-                plgpu.copy_smem_to_gmem(k_t, dk_ref.at[b, pl.ds(n * C, C), h])
+                b, n, h, part = place(m)
+                plgpu.copy_smem_to_gmem(k_t, dk_ref.at[b, pl.ds(n * C, C), h, channels(part)])
 
             release_previous(count)
             plgpu.wait_smem_to_gmem(0)
@@ -458,16 +483,16 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
             @pl.loop(0, count)
             def _(m):
                 slot = lax.rem(m, 2)
-                b, n, h = place(m)
-                rows, hq = pl.ds(n * C, C), lax.div(h, group)
+                b, n, h, part = place(m)
+                rows, hq, keys = pl.ds(n * C, C), lax.div(h, group), channels(part)
 
                 @pl.when(m >= 2)
                 def _():
                     plgpu.barrier_wait(free.at[slot])
 
-                plgpu.copy_gmem_to_smem(k_ref.at[b, rows, hq], k_s.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(k_ref.at[b, rows, hq, keys], k_s.at[slot], full.at[slot])
                 plgpu.copy_gmem_to_smem(table_ref.at[b, h, n], table_s.at[slot], full.at[slot])
-                plgpu.copy_gmem_to_smem(q_ref.at[b, rows, hq], q_s.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(q_ref.at[b, rows, hq, keys], q_s.at[slot], full.at[slot])
                 for c in range(tiles):
                     r = ring(m, c)
 
@@ -476,8 +501,8 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
                         plgpu.barrier_wait(tile_free.at[r])
 
                     cols, bar = pl.ds(c * C, C), tile_full.at[r]
-                    plgpu.copy_gmem_to_smem(s_ref.at[b, h, n, cols], s_s.at[r], bar)
-                    plgpu.copy_gmem_to_smem(ds_ref.at[b, h, n, cols], ds_s.at[r], bar)
+                    plgpu.copy_gmem_to_smem(s_ref.at[b, h, n, cols, keys], s_s.at[r], bar)
+                    plgpu.copy_gmem_to_smem(ds_ref.at[b, h, n, cols, keys], ds_s.at[r], bar)
                     plgpu.copy_gmem_to_smem(u_ref.at[b, rows, h, cols], u_s.at[r], bar)
                     plgpu.copy_gmem_to_smem(dx_ref.at[b, rows, h, cols], dx_s.at[r], bar)
                     plgpu.copy_gmem_to_smem(do_ref.at[b, rows, h, cols], do_s.at[r], bar)
@@ -492,25 +517,25 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
         return cm.smem((2, rows, cols), dtype)
 
     one = plgpu.Barrier
-    return cm.kernel(
+    dq, dk, dv, sums = cm.kernel(
         body,
         name="gdr_token_gradients",
         out_type=[
             jax.ShapeDtypeStruct((batch, length, heads, key_dim), dtype),
             jax.ShapeDtypeStruct((batch, length, heads, key_dim), dtype),
             jax.ShapeDtypeStruct((batch, length, heads, value_dim), dtype),
-            jax.ShapeDtypeStruct((batch, heads, chunks, 6, C), cm.F32),
+            jax.ShapeDtypeStruct((batch, heads, chunks, parts, 6, C), cm.F32),
         ],
         scratch=dict(
-            q_s=tile_ring(C, key_dim),  # q, then dq
-            k_s=tile_ring(C, key_dim),  # k, then dk
+            q_s=tile_ring(C, width),  # q, then dq
+            k_s=tile_ring(C, width),  # k, then dk
             table_s=plgpu.SMEM((2, ROWS, C), cm.F32),
             v_s=tile_ring(C, C),
             do_s=tile_ring(C, C),
             u_s=tile_ring(C, C),
             dx_s=tile_ring(C, C),
-            s_s=tile_ring(C, key_dim),
-            ds_s=tile_ring(C, key_dim),
+            s_s=tile_ring(C, width),
+            ds_s=tile_ring(C, width),
             dp_s=cm.smem((C, C), dtype),
             da_s=cm.smem((C, C), dtype),
             dv_s=cm.smem((C, C), dtype),
@@ -529,6 +554,18 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
         grid_names=("block",),
         warpgroups=4,
     )(q, k, v, do, states, u, d_states, dx, tables)
+    return dq, dk, dv, jnp.sum(sums, axis=3) if parts > 1 else sums[:, :, :, 0]
+
+
+def along_shares(sums, tables, scale):
+    """How much of q and of k must leave dq and dk where the tables normalise; [B, H, N, 64] each.
+
+    Of n = x / |x| the gradient dx = (dn - n (n . dn)) / |x|: its part along x.
+    """
+    from_start = tables[:, :, :, G] + tables[:, :, :, G_FROM]
+    q_square = jnp.exp2(2.0 * tables[:, :, :, GQ] - from_start) * scale**-2
+    k_square = jnp.exp2(tables[:, :, :, G] - tables[:, :, :, G_FROM])
+    return sums[:, :, :, Q_DQ] * q_square, sums[:, :, :, K_DK] * k_square
 
 
 def gate_gradients(sums, tables):
@@ -543,11 +580,11 @@ def gate_gradients(sums, tables):
     blocks = min(cm.SMS * 2, -(-items // 4))
     sq = (C, C)
 
-    def body(sum_ref, table_ref, dg_ref, sum_s, table_s, place_s, bar, ready, done):
+    def body(sum_ref, table_ref, dg_ref, sum_s, table_s, run_s, place_s, bar, ready, done):
         wg = lax.axis_index("wg")
         worker = lax.axis_index("block") * 4 + wg
         count = item_count(items, blocks * 4, worker)
-        sums, table, bar = sum_s.at[wg], table_s.at[wg], bar.at[wg]
+        sums, table, run, bar = sum_s.at[wg], table_s.at[wg], run_s.at[wg], bar.at[wg]
 
         @pl.when(wg == 0)
         def _():
@@ -563,19 +600,21 @@ def gate_gradients(sums, tables):
             plgpu.copy_gmem_to_smem(sum_ref.at[b, h, n], sums, bar)
             plgpu.copy_gmem_to_smem(table_ref.at[b, h, n], table, bar)
             plgpu.barrier_wait(bar)
-            run_row = cm.per_row(cm.load_row(table.at[RUN]), sq)
-            plgpu.commit_smem()  # else the two views of RUN would become one load
-            run_col = cm.per_col(cm.load_col(table.at[RUN]), sq)
+            row = cm.per_row(cm.load_row(place_s.at[0]), sq)
+            column = cm.per_col(cm.load_col(place_s.at[1]), sq)
+            # Resets up to a token.
+            cleared = cm.per_col(cm.load_col(table.at[STEP]), sq) < 0.97 * RESET * cm.LOG2E
+            run_row = jnp.sum(jnp.where((row >= column) & cleared, 1.0, 0.0), axis=1)
+            run[...] = run_row
+            plgpu.commit_smem()
+            run_row, run_col = cm.per_row(run_row, sq), cm.per_col(cm.load_col(run), sq)
             q_dq, read, k_dk, write, state = (
                 cm.load_col(sums.at[row]) for row in (Q_DQ, READ, K_DK, WRITE, STATE)
             )
-            later = cm.per_row(cm.load_row(place_s.at[0]), sq) <= cm.per_col(
-                cm.load_col(place_s.at[1]), sq
-            )
             change = cm.per_col(q_dq + 2.0 * read - k_dk, sq)  # reads minus writes
-            total = jnp.where(later & (run_row == run_col), change, 0.0)
+            total = jnp.where((row <= column) & (run_row == run_col), change, 0.0)
             end = cm.per_col(write + state * table_s[wg, TOTAL, 0], sq)
-            total = total + jnp.where(run_row == table_s[wg, RUN, C - 1], end, 0.0)
+            total = total + jnp.where(run_row == run_s[wg, C - 1], end, 0.0)
             dg_ref.at[b, h, n][...] = jnp.sum(total, axis=1)
             plgpu.commit_smem()
 
@@ -588,6 +627,7 @@ def gate_gradients(sums, tables):
         scratch=dict(
             sum_s=plgpu.SMEM((4, 6, C), cm.F32),
             table_s=plgpu.SMEM((4, ROWS, C), cm.F32),
+            run_s=plgpu.SMEM((4, C), cm.F32),
             place_s=plgpu.SMEM((2, C), cm.F32),
             bar=plgpu.Barrier(num_arrivals=2, num_barriers=4),
             ready=plgpu.Barrier(num_arrivals=4),

@@ -3,7 +3,8 @@
 Shapes: chunk C = 64 tokens, N chunks a row, ``tables`` float32 ``[B, H, N, 10, 64]`` (from
 ``chunk_inverses``, rows named below). Queries and keys are normalised by factors in these tables:
 a product with k_i, times r_i, is one with the normalised key. Serial kernels keep the state
-transposed, ``[V, K]`` float32 in registers, 64 value columns (rows of the transpose) a warpgroup.
+transposed, ``[V, K]`` float32 in registers, 64 value columns (rows of the transpose) a warpgroup;
+wider values are divided among blocks.
 """
 
 import math
@@ -21,28 +22,35 @@ C = 64
 # Rows of a gate table. With r the inverse norm of a key (1 where keys are taken as they are):
 # decay from the chunk's start times r, the same for reading (output scale, the query's inverse
 # norm and padding in it), beta, beta r exp(G), decay to the chunk's end times r, exp(GQ), decay of
-# the chunk, decay from the chunk's start over r, resets up to a token, and how much of a state a
-# token lets pass at most. G, GQ, the one over r and the last are log2.
-G, GQ, BETA, BETA_GAMMA, TO_END, GAMMA_Q, TOTAL, G_FROM, RUN, BOUND = range(10)
+# the chunk, decay from the chunk's start over r, a token's own decay, and how much of a state it
+# lets pass at most. G, GQ, the one over r and the last two are log2.
+G, GQ, BETA, BETA_GAMMA, TO_END, GAMMA_Q, TOTAL, G_FROM, STEP, BOUND = range(10)
 ROWS = 10
 RESET = -111.0  # log decay whose exponential is zero in float32
 UNREAD = -1e30  # log2 of what a padding token reads
 EPS = 1e-6  # in the norms of queries and keys
 
 
-def _write_masks(mask_s):
-    """Tiles of ones and zeros in shared memory.
+def _write_masks(mask_s, small_s):
+    """Tiles of ones and zeros in shared memory; as predicates they would be hoisted into more
+    registers than a thread has.
 
-    Tile n - 1, n = 1 .. 4: the lower-left b x b part of every 2b x 2b diagonal block, b = 2 ** n;
-    tile 4: the 16 x 16 diagonal blocks. As predicates they would be hoisted into more registers
-    than a thread has.
+    With M_b the lower-left b x b part of every 2b x 2b diagonal block: ``small_s`` [C, 16] each is
+    M_2, M_4, M_8, stacked; ``mask_s`` [C, C] each is M_16, and the 16 x 16 diagonal blocks.
     """
+
+    def lower_left(i, j, n):  # M_b, b = 2^n
+        return ((i >> (n + 1)) == (j >> (n + 1))) & (((i >> n) & 1) == 1) & (((j >> n) & 1) == 0)
+
+    def ones(where):
+        return jnp.where(where, 1.0, 0.0).astype(mask_s.dtype)
+
+    i, j = cm.iota((C, 16), 0) & 15, cm.iota((C, 16), 1)
+    for n in range(1, 4):
+        small_s.at[n - 1][...] = ones(lower_left(i, j, n))
     i, j = cm.iota((C, C), 0), cm.iota((C, C), 1)
-    for n in range(1, 5):
-        same = (i >> (n + 1)) == (j >> (n + 1))
-        mask = same & (((i >> n) & 1) == 1) & (((j >> n) & 1) == 0)
-        mask_s.at[n - 1][...] = jnp.where(mask, 1.0, 0.0).astype(mask_s.dtype)
-    mask_s.at[4][...] = jnp.where((i >> 4) == (j >> 4), 1.0, 0.0).astype(mask_s.dtype)
+    mask_s.at[0][...] = ones(lower_left(i, j, 4))
+    mask_s.at[1][...] = ones((i >> 4) == (j >> 4))
     plgpu.commit_smem()
 
 
@@ -52,8 +60,22 @@ def _stage(ref, x):
     return ref
 
 
-def _unit_lower_inverse(a, mask_s, t16_s, x16_s, t32_s, x32_s):
-    """(I + tril(a, -1))^-1 for ``a`` float32 [C, C].
+def _diagonal_blocks(x):
+    """The 16 x 16 blocks on the diagonal of ``x`` [C, C], stacked [C, 16]."""
+    i, stack = cm.iota((C, 16), 0), x[:, :16]
+    for block in range(1, 4):
+        stack = jnp.where((i >> 4) == block, x[:, 16 * block : 16 * block + 16], stack)
+    return stack
+
+
+def _diagonal(stack):
+    """The diagonal of what is stacked, one value a row."""
+    own = (cm.iota(stack.shape, 0) & 15) == cm.iota(stack.shape, 1)
+    return jnp.sum(jnp.where(own, stack, 0.0), axis=1)
+
+
+def _unit_lower_inverse(a, stack, mask_s, small_s, t16_s, x16_s, t32_s, x32_s):
+    """(I + tril(a, -1))^-1 for ``a`` float32 [C, C] and its ``_diagonal_blocks``.
 
     The block size doubles: T_2b = T_b - T_b (a * M_b) T_b, M_b the lower-left blocks. No powers
     of ``a`` appear, so that equal keys with beta = 1 stay accurate. Diagonal blocks are kept
@@ -61,28 +83,24 @@ def _unit_lower_inverse(a, mask_s, t16_s, x16_s, t32_s, x32_s):
     """
     dtype = mask_s.dtype
     i, j = cm.iota((C, 16), 0), cm.iota((C, 16), 1)
-    stack = a[:, :16]
-    for block in range(1, 4):
-        stack = jnp.where((i >> 4) == block, a[:, 16 * block : 16 * block + 16], stack)
     local = i & 15
     t = jnp.where(local == j, 1.0, 0.0)
     t = t - jnp.where((local == j + 1) & ((j & 1) == 0), stack, 0.0)
-    a = a.astype(dtype)
-
-    def masked(n):
-        return a * plgpu.load(mask_s.at[n - 1], layout=cm.WGMMA)
+    a, stack = a.astype(dtype), stack.astype(dtype)
 
     def spread(t):  # stacked 16 x 16 blocks to a block diagonal
-        return jnp.concatenate([t] * 4, 1) * plgpu.load(mask_s.at[4], layout=cm.WGMMA)
+        return jnp.concatenate([t] * 4, 1) * plgpu.load(mask_s.at[1], layout=cm.WGMMA)
 
     for n in range(1, 4):
         low = t.astype(dtype)
-        x = cm.product(masked(n), _stage(t16_s, low), (C, 16))
+        corners = spread(stack * plgpu.load(small_s.at[n - 1], layout=cm.WGMMA))
+        x = cm.product(corners, _stage(t16_s, low), (C, 16))
         t = cm.accumulate(t, (spread(low), _stage(x16_s, (-x).astype(dtype))))
     i, j = cm.iota((C, 32), 0), cm.iota((C, 32), 1)
     low = t.astype(dtype)
     t = jnp.where(((i >> 4) & 1) == (j >> 4), jnp.concatenate([t, t], 1), 0.0)
-    x = cm.product(masked(4), _stage(t32_s, t.astype(dtype)), (C, 32))
+    corners = a * plgpu.load(mask_s.at[0], layout=cm.WGMMA)
+    x = cm.product(corners, _stage(t32_s, t.astype(dtype)), (C, 32))
     t = cm.accumulate(t, (spread(low), _stage(x32_s, (-x).astype(dtype))))
     # The last level has one block, rows 32 .. 63 of columns 0 .. 31.
     low, lower = t.astype(dtype), i >= 32
@@ -91,6 +109,11 @@ def _unit_lower_inverse(a, mask_s, t16_s, x16_s, t32_s, x32_s):
     low = jnp.where(lower, t, 0.0).astype(dtype)
     corner = cm.product(low, x32_s.at[pl.ds(32, 32)], (C, 32))
     return jnp.concatenate([jnp.where(lower, corner, t), jnp.where(lower, t, 0.0)], 1)
+
+
+def value_width(key_dim, value_dim):
+    """Value columns of a block of a serial kernel; their states stay in registers."""
+    return 2 * C if key_dim <= 128 and value_dim >= 128 else C
 
 
 def item_count(items, workers, worker):
@@ -188,8 +211,6 @@ def _write_table(table_s, token: _Token, k_norm, sums_s, place_s):
     )
     step = cm.per_col(cm.load_col(sums_s.at[0]), shape)
     total = jnp.sum(jnp.where(keep, step, 0.0), axis=1)
-    cleared = step < 0.97 * RESET * cm.LOG2E
-    run = jnp.sum(jnp.where(keep & cleared, 1.0, 0.0), axis=1)
     sums_s.at[1][...] = total
     if k_norm is not None:
         sums_s.at[2][...] = k_norm
@@ -206,18 +227,12 @@ def _write_table(table_s, token: _Token, k_norm, sums_s, place_s):
         GAMMA_Q: jnp.exp2(reads),
         TOTAL: jnp.exp2(last + 0.0 * total),
         G_FROM: total - log_norm,
-        RUN: run,
+        STEP: token.step,
     }
     for row, value in rows.items():
         table_s.at[row][...] = value
     plgpu.commit_smem()
     return total
-
-
-def _diagonal(x, place_s):
-    """The diagonal of a tile as one value a row."""
-    i, j = cm.load_row(place_s.at[0]), cm.load_col(place_s.at[1])
-    return jnp.sum(jnp.where(cm.per_row(i, x.shape) == cm.per_col(j, x.shape), x, 0.0), axis=1)
 
 
 def chunk_inverses(k, gates: Gates, heads, *, scale, bounds):
@@ -226,7 +241,7 @@ def chunk_inverses(k, gates: Gates, heads, *, scale, bounds):
     Args: k [B, T, Hq, K] 16-bit; gates of ``heads`` heads; scale of the outputs, positive;
       bounds: whether the row BOUND of the tables is wanted, which costs a little.
     Returns: T [B, H, N, 64, 64] in k's dtype, tables float32 [B, H, N, 10, 64].
-    The ten dependent products of an inverse are latency, so every block (one an SM) has four
+    The ten dependent products of an inverse are latency, so every block (one an SM) has several
     warpgroups that walk chunks of their own; four also hold each to 128 registers.
     """
     key_dim, dtype = k.shape[-1], k.dtype
@@ -234,24 +249,25 @@ def chunk_inverses(k, gates: Gates, heads, *, scale, bounds):
     chunks = length // C
     group = heads // k.shape[2]
     items = batch * heads * chunks
-    blocks = min(cm.SMS, -(-items // 4))
+    workers = 4 if key_dim <= 128 else 3  # warpgroups whose keys fit into shared memory
+    blocks = min(cm.SMS, -(-items // workers))
     given, structure = jax.tree.flatten(gates)
     normalised = gates.q_norm is not None
 
-    def body(k_ref, *refs, k_s, t_s, gates_s, work, sums_s, table_s, mask_s, place_s, bar, ready,
-             done):  # fmt: skip
+    def body(k_ref, *refs, k_s, t_s, gates_s, work, sums_s, table_s, mask_s, small_s, place_s,
+             bar, ready, done):  # fmt: skip
         *gate_refs, t_ref, table_ref = refs
         gate_refs = jax.tree.unflatten(structure, gate_refs)
         wg = lax.axis_index("wg")
-        worker = lax.axis_index("block") * 4 + wg
-        count = item_count(items, blocks * 4, worker)
+        worker = lax.axis_index("block") * workers + wg
+        count = item_count(items, blocks * workers, worker)
         k_s, t_s, sums_s, table_s = (x.at[wg] for x in (k_s, t_s, sums_s, table_s))
         work = [x.at[wg] for x in work]
         gates_s = jax.tree.unflatten(structure, [x.at[wg] for x in gates_s])
         bar = bar.at[wg]
 
         def place(m):
-            item = worker + m * (blocks * 4)
+            item = worker + m * (blocks * workers)
             h = lax.rem(item, heads)
             n = lax.rem(lax.div(item, heads), chunks)
             return lax.div(item, heads * chunks), n, h
@@ -267,7 +283,7 @@ def chunk_inverses(k, gates: Gates, heads, *, scale, bounds):
 
         @pl.when(wg == 0)
         def _():
-            _write_masks(mask_s)
+            _write_masks(mask_s, small_s)
             cm.write_positions(place_s)
 
         cm.meet(ready)
@@ -280,7 +296,7 @@ def chunk_inverses(k, gates: Gates, heads, *, scale, bounds):
             token = _apply_marks(_load_gates(gates_s, h, group), scale)
             k_norm = None
             if normalised:
-                squares = _diagonal(cm.product(k_s, k_s.T, (C, C)), place_s)
+                squares = _diagonal(_diagonal_blocks(cm.product(k_s, k_s.T, (C, C))))
                 k_norm = lax.rsqrt(squares + EPS)
             total = _write_table(table_s, token, k_norm, sums_s, place_s)
             # No mask here: the inverse only reads below the diagonal, but above it the
@@ -290,12 +306,11 @@ def chunk_inverses(k, gates: Gates, heads, *, scale, bounds):
             a = jnp.exp2(jnp.minimum(gap, 0.0)) * cm.per_row(weight, (C, C))
             if k_norm is not None:
                 a = a * cm.per_col(cm.load_col(sums_s.at[2]), (C, C))
-            kk = cm.product(k_s, k_s.T, (C, C))
-            if bounds:
-                squares = 1.0 if normalised else _diagonal(kk, place_s)
-                growth = jnp.maximum(jnp.abs(1.0 - token.beta * squares), 1.0)
+            a = a * cm.product(k_s, k_s.T, (C, C))
+            stack = _diagonal_blocks(a)
+            if bounds:  # a token scales a state by 1 - beta |k|^2 along its key
+                growth = jnp.maximum(jnp.abs(1.0 - _diagonal(stack)), 1.0)
                 table_s.at[BOUND][...] = token.step + jnp.log2(growth)
-            a = a * kk
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(table_s, table_ref.at[b, h, n])
 
@@ -303,7 +318,7 @@ def chunk_inverses(k, gates: Gates, heads, *, scale, bounds):
             def _():
                 fetch(m + 1)
 
-            _stage(t_s, _unit_lower_inverse(a, mask_s, *work).astype(dtype))
+            _stage(t_s, _unit_lower_inverse(a, stack, mask_s, small_s, *work).astype(dtype))
             plgpu.copy_smem_to_gmem(t_s, t_ref.at[b, h, n])
 
         plgpu.wait_smem_to_gmem(0)
@@ -317,30 +332,33 @@ def chunk_inverses(k, gates: Gates, heads, *, scale, bounds):
             jax.ShapeDtypeStruct((batch, heads, chunks, ROWS, C), cm.F32),
         ],
         scratch=dict(
-            k_s=cm.smem((4, C, key_dim), dtype),
-            t_s=cm.smem((4, C, C), dtype),
+            k_s=cm.smem((workers, C, key_dim), dtype),
+            t_s=cm.smem((workers, C, C), dtype),
             gates_s=[
-                plgpu.SMEM((4, C) if x.ndim == 2 else (4, C, GATE_HEADS), cm.F32) for x in given
+                plgpu.SMEM((workers, C) if x.ndim == 2 else (workers, C, GATE_HEADS), cm.F32)
+                for x in given
             ],
-            work=[cm.smem((4, C, n), dtype) for n in (16, 16, 32, 32)],
-            sums_s=plgpu.SMEM((4, 3, C), cm.F32),
-            table_s=plgpu.SMEM((4, ROWS, C), cm.F32),
-            mask_s=cm.smem((5, C, C), dtype),
+            work=[cm.smem((workers, C, n), dtype) for n in (16, 16, 32, 32)],
+            sums_s=plgpu.SMEM((workers, 3, C), cm.F32),
+            table_s=plgpu.SMEM((workers, ROWS, C), cm.F32),
+            mask_s=cm.smem((2, C, C), dtype),
+            small_s=cm.smem((3, C, 16), dtype),
             place_s=plgpu.SMEM((2, C), cm.F32),
-            bar=plgpu.Barrier(num_arrivals=1 + len(given), num_barriers=4),
-            ready=plgpu.Barrier(num_arrivals=4),
-            done=plgpu.Barrier(num_arrivals=4),
+            bar=plgpu.Barrier(num_arrivals=1 + len(given), num_barriers=workers),
+            ready=plgpu.Barrier(num_arrivals=workers),
+            done=plgpu.Barrier(num_arrivals=workers),
         ),
         grid=(blocks,),
         grid_names=("block",),
-        warpgroups=4,
+        warpgroups=workers,
     )(k, *given)
 
 
 def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
     """Chunk-to-chunk states and outputs.
 
-    One block a (row, head, piece): V / 64 state warpgroups, one output warpgroup, one loader.
+    One block a (row, piece, head, width of values): a state warpgroup for each 64 value columns,
+    one output warpgroup, one loader.
     Per chunk, with S the state entering it (transposed quantities in the state warpgroups):
         X = beta (v - Gamma k S),  U = T X,  S' = gamma S + (Gamma_end k)^T U,
         o = Gamma_q q S + P U,     P = (q k^T) exp(Gq_i - G_j) for j <= i.
@@ -355,25 +373,30 @@ def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
     dtype = v.dtype
     steps = tables.shape[2] // pieces
     group = heads // q.shape[2]
-    states = value_dim // C
-    stages = 3
+    width = value_width(key_dim, value_dim)
+    states = width // C
+    wide = key_dim > 128  # an entering state is read from shared memory, not from registers
+    stages = 2 if wide else 3
     tile = (C, C)
 
     def body(q_ref, k_ref, v_ref, t_ref, table_ref, *refs, q_s, k_s, v_s, t_s, table_s,
              s_s, o_s, place_s, full, free, state_ready, state_free, u_ready, done):  # fmt: skip
         start_ref = None if start is None else refs[0]
         o_ref, final_ref, *saved = refs if start is None else refs[1:]
-        bp, h, wg = lax.axis_index("b"), lax.axis_index("h"), lax.axis_index("wg")
+        bp, h, part, wg = (lax.axis_index(x) for x in ("b", "h", "part", "wg"))
         b, first = lax.div(bp, pieces), lax.rem(bp, pieces) * steps
         hq = lax.div(h, group)
+
+        def columns(c):  # of the values
+            return pl.ds(part * width + c * C, C)
 
         def rows(n):
             return pl.ds((first + n) * C, C)
 
         @pl.when(wg < states)
         def _state():
-            plgpu.set_max_registers(160 if states == 2 else 208, action="increase")
-            cols = pl.ds(wg * C, C)
+            plgpu.set_max_registers(240 if wide else 160 if states == 2 else 208, action="increase")
+            mine, cols = s_s.at[pl.ds(wg * C, C)], columns(wg)
 
             def release_previous(n):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -388,26 +411,30 @@ def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
                     if save:
                         release_previous(n)
 
-                s_s.at[cols][...] = s_lo
+                mine[...] = s_lo
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(state_ready)
                 if save:
-                    plgpu.copy_smem_to_gmem(s_s.at[cols], saved[0].at[b, h, first + n, cols])
+                    plgpu.copy_smem_to_gmem(mine, saved[0].at[b, h, first + n, cols])
 
             def step(n, state):
                 slot = lax.rem(n, stages)
                 table, v_t = table_s.at[slot], v_s.at[slot * states + wg]
                 plgpu.barrier_wait(full.at[slot])
                 s_lo = state.astype(dtype)
+                if wide:
+                    publish(n, s_lo)
 
                 def during_read():
-                    publish(n, s_lo)
+                    if not wide:
+                        publish(n, s_lo)
                     return plgpu.load(v_t.T, layout=cm.WGMMA)
 
                 def during_solve():
                     return state * table_s[slot, TOTAL, 0], cm.load_col(table.at[TO_END])
 
-                read, value = cm.product(s_lo, k_s.at[slot].T, tile, during_read)
+                entering = mine if wide else s_lo
+                read, value = cm.product(entering, k_s.at[slot].T, tile, during_read)
                 read = read * cm.per_col(cm.load_col(table.at[BETA_GAMMA]), tile)
                 x = value.astype(cm.F32) * cm.per_col(cm.load_col(table.at[BETA]), tile) - read
                 x = x.astype(dtype)
@@ -441,6 +468,7 @@ def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
             if states == 2:
                 plgpu.set_max_registers(152, action="increase")
             cm.write_positions(place_s)
+            shape = (C, width)
 
             def step(n, carry):
                 slot = lax.rem(n, stages)
@@ -459,17 +487,17 @@ def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
                 p = (p * decay).astype(dtype)
                 plgpu.barrier_wait(state_ready)
                 o, gamma_q = cm.product(
-                    q_s.at[slot], s_s.T, (C, value_dim), lambda: cm.load_row(table.at[GAMMA_Q])
+                    q_s.at[slot], s_s.T, shape, lambda: cm.load_row(table.at[GAMMA_Q])
                 )
                 plgpu.barrier_arrive(state_free)
-                o = o * cm.per_row(gamma_q, (C, value_dim))
+                o = o * cm.per_row(gamma_q, shape)
                 plgpu.barrier_wait(u_ready.at[slot])
                 o = cm.accumulate_columns(o, p, [v_s.at[slot * states + c] for c in range(states)])
                 plgpu.barrier_arrive(free.at[slot])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 o_s[...] = o.astype(dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_s, o_ref.at[b, rows(n), h])
+                plgpu.copy_smem_to_gmem(o_s, o_ref.at[b, rows(n), h, pl.ds(part * width, width)])
                 return carry
 
             lax.fori_loop(0, steps, step, None)
@@ -491,7 +519,7 @@ def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
                 plgpu.copy_gmem_to_smem(k_ref.at[b, rows(n), hq], k_s.at[slot], bar)
                 for c in range(states):
                     plgpu.copy_gmem_to_smem(
-                        v_ref.at[b, rows(n), h, pl.ds(c * C, C)], v_s.at[slot * states + c], bar
+                        v_ref.at[b, rows(n), h, columns(c)], v_s.at[slot * states + c], bar
                     )
                 plgpu.copy_gmem_to_smem(t_ref.at[b, h, first + n], t_s.at[slot], bar)
                 plgpu.copy_gmem_to_smem(table_ref.at[b, h, first + n], table_s.at[slot], bar)
@@ -520,8 +548,8 @@ def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
             v_s=cm.smem((stages * states, C, C), dtype),  # v, then U
             t_s=cm.smem((stages, C, C), dtype),
             table_s=plgpu.SMEM((stages, ROWS, C), cm.F32),
-            s_s=cm.smem((value_dim, key_dim), dtype),
-            o_s=cm.smem((C, value_dim), dtype),
+            s_s=cm.smem((width, key_dim), dtype),
+            o_s=cm.smem((C, width), dtype),
             place_s=plgpu.SMEM((2, C), cm.F32),
             full=plgpu.Barrier(num_arrivals=4 + states, num_barriers=stages),
             free=plgpu.Barrier(num_arrivals=states + 1, num_barriers=stages),
@@ -530,7 +558,7 @@ def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
             u_ready=plgpu.Barrier(num_arrivals=states, num_barriers=stages),
             done=plgpu.Barrier(num_arrivals=states + 2),
         ),
-        grid=(batch * pieces, heads),
-        grid_names=("b", "h"),
+        grid=(batch * pieces, heads, value_dim // width),
+        grid_names=("b", "h", "part"),
         warpgroups=states + 2,
     )(q, k, v, inverses, tables, *([] if start is None else [start]))

@@ -2,8 +2,8 @@
 
 One kernel each way over the inputs as rows [N, D]: a block is one warpgroup that walks over tiles
 of 64 rows, loaded ahead by TMA; results take the place of the inputs in shared memory and leave
-from there. There are as many blocks as are resident at a time. The backward saves the inputs only; bytes
-per element in 16 bits: forward 6, backward 10.
+from there. There are as many blocks as are resident at a time. The backward saves the inputs only;
+bytes per element in 16 bits: forward 6, backward 10.
 """
 
 import functools

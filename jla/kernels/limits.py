@@ -22,7 +22,7 @@ def gated_delta_rule(q, k, v, *, scale=None, state_positions=None) -> str | None
     """Limit of ``jla.kernels.gated_delta_rule`` for ``q, k [B, T, Hq, K]``, ``v [B, T, H, V]``."""
     if scale is not None and not scale > 0:
         return f"scale must be above 0 (it is folded into a log decay), got {scale}"
-    return _heads(q, k, v, (128, 128), state_positions) or hopper() or sharding.refusal(v)
+    return _heads(q, k, v, (256, 512), state_positions) or hopper() or sharding.refusal(v)
 
 
 def simple_gla(q, k, v, *, scale=None, state_positions=None) -> str | None:

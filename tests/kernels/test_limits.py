@@ -24,13 +24,13 @@ def test_the_device_is_asked_last_and_named():
     if jax.default_backend() == "gpu":
         pytest.skip("here it may run")
     assert "needs a Hopper GPU" in limits.gated_delta_rule(*qkv())
-    assert "at most K=128" in limits.gated_delta_rule(*qkv(256))
+    assert "at most K=256" in limits.gated_delta_rule(*qkv(512))
 
 
 @pytest.mark.parametrize(
     "args, options, reason",
     [
-        (qkv(256), {}, "head sizes may be at most K=128 and V=128, got K=256 and V=128"),
+        (qkv(512), {}, "head sizes may be at most K=256 and V=512, got K=512 and V=128"),
         (qkv(dtype=jnp.float32), {}, "must all be bfloat16 or float16, got float32"),
         (qkv(), dict(scale=-1.0), "scale must be above 0"),
         (qkv(), dict(state_positions=jnp.zeros((1, 1), jnp.int32)), "no state_positions"),
