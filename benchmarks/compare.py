@@ -6,7 +6,13 @@
 library has processes of its own. Every case is compiled in a process, all side by side; then one
 process at a time measures, so that two timings never overlap. Both get the same inputs. Results are
 the records of ``benchmarks.run`` (one JSON object a line, ``impl`` is ``ours`` or ``peer``), and a
-table.
+table. Ops are those of ``jla.bench.cases``, and whole layers (``LAYERS``: forward, and forward with
+the gradients of parameters and input).
+
+A call of some 20 us is shorter than its dispatch: ``conv`` and ``norm_gate`` are timed in a program
+of ``CHAIN`` calls as well, each on the output of the one before (``chained``, ms a call).
+``compile_s`` is tracing and compiling forward and backward; it means something where few cases are
+compiled at a time.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,57 +61,127 @@ def peer_call(op: str, inputs, ids, options):
     return ops.linear_attention(KINDS[op], **inputs, **more)[0]
 
 
-def peer_functions(op: str, p, options):
-    """As ``cases.functions``, of jax-linear-attention."""
-    import jax
+CHAIN = 8
+HIDDEN = 2048
+LAYERS = {
+    f"{layer}/{tag}": (layer, shape)
+    for layer in ("GatedDeltaNet", "Mamba2")
+    for tag, shape in {"B8": (8, 2048), "B1": (1, 16384)}.items()
+}
+
+
+def case_call(lib: str, name: str):
+    """``forward(inputs)``, its inputs, and what a record says of the case."""
+    import jax.numpy as jnp
 
     from jla.bench import cases
 
-    def forward(inputs):
-        return peer_call(op, inputs, cases.segment_ids(p), options)
+    case = cases.CASES[name]
+    op, p = case.op, case.shape
+    facts: dict = dict(op=op, tag=case.tag, p=p)
+    facts["floor_fwd"], facts["floor_fb"] = cases.floors(op, p)
+    if lib == "ours":
+        forward, _ = cases.functions(op, p)
+        facts["ran"] = cases.explain(op, p).impl
+    else:
+        ids, options = cases.segment_ids(p), cases.OPS[op].options(p)
 
-    def both(inputs, cotangent):
-        o, pull = jax.vjp(forward, inputs)
-        return o, pull(cotangent.astype(o.dtype))[0]
+        def forward(inputs):
+            return peer_call(op, inputs, ids, options)
 
-    return forward, both
+    return forward, cases.make_inputs(op, p, jnp.bfloat16), facts
+
+
+def layer_call(lib: str, name: str):
+    """As ``case_call``, of a layer: bfloat16 with float32 parameters."""
+    import jax
+    import jax.numpy as jnp
+
+    layer, shape = LAYERS[name]
+    x = jax.random.normal(jax.random.key(1), (*shape, HIDDEN), jnp.bfloat16)
+    if lib == "ours":
+        from flax import nnx
+
+        from benchmarks import models
+
+        graphdef, state = nnx.split(models.LAYERS[layer](dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+
+        def forward(inputs):
+            return nnx.merge(graphdef, inputs["parameters"])(inputs["x"])
+    else:
+        import equinox  # pyright: ignore
+
+        state, rest = equinox.partition(peer_layer(layer), equinox.is_array)
+
+        def forward(inputs):
+            return equinox.combine(inputs["parameters"], rest)(inputs["x"])
+
+    return forward, dict(x=x, parameters=state), dict(op=layer, p=dict(B=shape[0], T=shape[1]))
+
+
+def peer_layer(layer: str):
+    """A layer of jax-linear-attention with the sizes of ours."""
+    import jax
+    from jla.layers.linear_attention import make_mixer  # pyright: ignore
+    from jla.layers.ssm import Mamba2  # pyright: ignore
+
+    from jla.models.config import LinearAttentionConfig, SSMConfig  # pyright: ignore
+
+    more = dict(key=jax.random.key(0), std=0.02, norm_eps=1e-5)
+    if layer == "Mamba2":
+        return Mamba2(HIDDEN, SSMConfig(), **more)
+    sizes = LinearAttentionConfig(16, 16, 128, 128)
+    return make_mixer("gated_deltanet", HIDDEN, sizes, **more)
 
 
 def work(lib: str, name: str) -> None:
     """Compiles a case, says so, waits for its turn, and prints its record."""
     import jax
-    import jax.numpy as jnp
 
-    from jla.bench import cases
     from jla.bench.timing import median_ms
 
-    case = cases.CASES[name]
-    op, p = case.op, case.shape
-    record: dict = dict(id=name, op=op, tag=case.tag, p=p, impl=lib, method="jit")
-    record["floor_fwd"], record["floor_fb"] = cases.floors(op, p)
+    record: dict = dict(id=name, impl=lib, method="jit")
     try:
-        if lib == "ours":
-            forward, both = cases.functions(op, p)
-            record["ran"] = cases.explain(op, p).impl
-        else:
-            forward, both = peer_functions(op, p, cases.OPS[op].options(p))
-        inputs = cases.make_inputs(op, p, jnp.bfloat16)
-        cotangent = cases.make_cotangent(op, p, jnp.bfloat16)
+        forward, inputs, facts = (layer_call if name in LAYERS else case_call)(lib, name)
+        record |= facts
+
+        def both(inputs, cotangent):
+            o, pull = jax.vjp(forward, inputs)
+            return o, pull(cotangent)[0]
+
+        def chain(inputs):
+            for _ in range(CHAIN):
+                inputs = inputs | dict(x=forward(inputs))
+            return inputs["x"]
+
         one = jax.jit(forward).lower(inputs).compile()
+        cotangent = jax.random.normal(jax.random.key(99), *_shape_dtype(forward, inputs))
+        began = time.perf_counter()
         two = jax.jit(both).lower(inputs, cotangent).compile()
+        record["compile_s"] = round(time.perf_counter() - began, 1)
         jax.block_until_ready((one(inputs), two(inputs, cotangent)))
+        chained = record["op"] in ("conv", "norm_gate") and jax.jit(chain).lower(inputs).compile()
         memory: Any = two.memory_analysis()
         record["temp_mib"] = round(memory.temp_size_in_bytes / 2**20, 1)
         print("ready", flush=True)
         sys.stdin.readline()
         record["fwd"] = median_ms(lambda: one(inputs))
         record["fb"] = median_ms(lambda: two(inputs, cotangent))
+        if chained:
+            record["chained"] = median_ms(lambda: chained(inputs)) / CHAIN
         record["ok"] = True
     except Exception as error:  # noqa: BLE001  one failing case must not lose the others
         print("ready", flush=True)
         sys.stdin.readline()
         record |= dict(ok=False, error=f"{type(error).__name__}: {error}"[:300])
     print(json.dumps(record), flush=True)
+
+
+def _shape_dtype(forward, inputs):
+    import jax
+
+    out = jax.eval_shape(forward, inputs)
+    return out.shape, out.dtype
 
 
 def start(lib: str, name: str, peer: str) -> subprocess.Popen:
@@ -145,23 +222,35 @@ def table(records: list[dict]) -> str:
         if ours is None or peer is None:
             continue
         pairs = [f"{r['fwd']:.3f} / {r['fb']:.3f}" for r in (ours, peer)]
-        floor = f"{ours['floor_fwd']:.3f} / {ours['floor_fb']:.3f}"
+        floor = f"{ours['floor_fwd']:.3f} / {ours['floor_fb']:.3f}" if "floor_fwd" in ours else ""
         gain = f"{peer['fwd'] / ours['fwd']:.2f} / {peer['fb'] / ours['fb']:.2f}"
         memory = f"{ours['temp_mib']:.0f}, {peer['temp_mib']:.0f}"
         lines.append(f"| {name} | {floor} | {pairs[0]} | {pairs[1]} | {gain} | {memory} |")
+        if "chained" in ours:
+            pair = [f"{r['chained']:.3f}" for r in (ours, peer)]
+            gain = f"{peer['chained'] / ours['chained']:.2f}"
+            lines.append(f"| {name}, chained | | {pair[0]} | {pair[1]} | {gain} | |")
     return "\n".join(lines)
+
+
+def names(chosen: str) -> list[str]:
+    """Ids of a comma-separated list of ops, layers and ids."""
+    from jla.bench import cases
+
+    found = []
+    for name in chosen.split(","):
+        layers = [each for each in LAYERS if name in (each, each.split("/")[0])]
+        found += layers or [case.id for case in cases.select(name)]
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ops", required=True, help="comma-separated ops and ids")
+    parser.add_argument("--ops", required=True, help="comma-separated ops, layers and ids")
     parser.add_argument("--peer", required=True, help="folder of jax-linear-attention, unpacked")
     parser.add_argument("--out", required=True, help="file to write JSON lines to")
     options = parser.parse_args()
-    from jla.bench import cases
-
-    chosen = [case for case in cases.select(options.ops)]
-    pairs = [(lib, case.id) for case in chosen for lib in ("ours", "peer")]
+    pairs = [(lib, name) for name in names(options.ops) for lib in ("ours", "peer")]
     processes = [start(lib, name, options.peer) for lib, name in pairs]
     for process in processes:
         assert process.stdout is not None

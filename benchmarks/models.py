@@ -6,7 +6,8 @@
 A layer is timed forward and backward, hidden size 2048, bfloat16. ``--train`` takes one model of
 about 1.3 billion parameters through steps of AdamW on 16,384 tokens, bfloat16 with float32
 parameters and every block recomputed; it tells the seconds from the start of the process to the end
-of the first step, and tokens a second after it. GatedDeltaNet has heads of 128 here.
+of the first step, and tokens a second after it. ``gated_deltanet`` and ``mamba2`` have the default
+sizes of FLA (the first: 6 heads of 256, values of 512), ``gated_deltanet_128`` 16 heads of 128.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ LAYERS = {
     "Mamba2": lambda **o: Mamba2(hidden_size=HIDDEN, num_heads=64, head_dim=64, **o),
 }
 MODELS = {
-    "gated_deltanet": GatedDeltaNetConfig(
-        hidden_size=HIDDEN, num_hidden_layers=24, head_dim=128, num_heads=16, expand_v=1
+    "gated_deltanet": GatedDeltaNetConfig(),
+    "gated_deltanet_128": GatedDeltaNetConfig(
+        num_hidden_layers=24, head_dim=128, num_heads=16, expand_v=1
     ),
-    "mamba2": Mamba2Config(hidden_size=HIDDEN, num_hidden_layers=48, num_heads=64),
+    "mamba2": Mamba2Config(),
 }
 
 
