@@ -7,6 +7,7 @@ bytes per element in 16 bits: forward 6, backward 10.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jla.kernels import common as cm
+from jla.kernels import sharding
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 DIMS = (64, 128, 256)
@@ -53,32 +55,57 @@ def gated_norm(x, scale, gate, *, activation, eps):
         raise NotImplementedError("eps must be positive: rows that fill up a tile are zero")
     options = Options(activation != "sigmoid", float(eps))
     scale = None if scale is None else scale.astype(cm.F32)
-    rows = x.size // dim
-    # TMA wants rows by 8.
-    flat = (cm.lengthen(each.reshape(1, rows, dim), 8)[0] for each in (x, gate))
-    y: Any = _core(next(flat), scale, next(flat), options)
-    return y[:rows].reshape(x.shape)
+    return _core(x, scale, gate, options)
+
+
+def layout(ndim, gradients=False):
+    """Several devices may divide every axis of ``[..., D]`` but the last."""
+    labels, scale = "abcdefijklmn"[: ndim - 1], ""
+    if gradients:
+        return sharding.Layout((labels, scale, labels, labels), (labels, scale, labels))
+    return sharding.Layout((labels, scale, labels), labels)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _core(x, scale, gate, options):
-    return _forward(x, scale, gate, options)
+    return sharding.partitioned(_forward, layout(x.ndim), options, x, scale, gate)
 
 
 def _core_forward(x, scale, gate, options):
-    return _forward(x, scale, gate, options), (x, scale, gate)
+    return _core(x, scale, gate, options), (x, scale, gate)
 
 
 def _core_backward(options, saved, dy):
-    x, scale, gate = saved
-    dx, dgate, *sums = _backward(x, scale, gate, dy.astype(x.dtype), options)
-    return dx, (jnp.sum(sums[0], 0) if sums else None), dgate
+    x = saved[0]
+    run, parts = _backward, layout(x.ndim, gradients=True)
+    return sharding.partitioned(run, parts, options, *saved, dy.astype(x.dtype))
 
 
 _core.defvjp(_core_forward, _core_backward)
 
 
 def _forward(x, scale, gate, options):
+    y: Any = forward(_rows(x), scale, _rows(gate), options)
+    return _unrows(y, x.shape)
+
+
+def _backward(x, scale, gate, dy, options):
+    dx, dgate, *sums = backward(_rows(x), scale, _rows(gate), _rows(dy), options)
+    dscale = jnp.sum(sums[0], 0) if sums else None
+    return _unrows(dx, x.shape), dscale, _unrows(dgate, x.shape)
+
+
+def _rows(x):
+    """[..., D] as [N, D], N a multiple of 8 as TMA wants it."""
+    return cm.lengthen(x.reshape(1, -1, x.shape[-1]), 8)[0]
+
+
+def _unrows(x, shape):
+    return x[: math.prod(shape[:-1])].reshape(shape)
+
+
+def forward(x, scale, gate, options):
+    """y [N, D] of ``x, gate [N, D]``, N a multiple of 8."""
     (rows, dim), dtype = x.shape, x.dtype
     plan = _plan(rows, dim, ("x_s", "gate_s"), BLOCKS)
 
@@ -110,7 +137,7 @@ def _forward(x, scale, gate, options):
     return _launch(body, "gated_norm_forward", out, plan, inputs)
 
 
-def _backward(x, scale, gate, dy, options):
+def backward(x, scale, gate, dy, options):
     """dx, dgate and, with a scale, its gradient's partial sums float32 [blocks, D]."""
     (rows, dim), dtype = x.shape, x.dtype
     parts = _parts(dim)

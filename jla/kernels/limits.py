@@ -22,12 +22,12 @@ def gated_delta_rule(q, k, v, *, scale=None, state_positions=None) -> str | None
     """Limit of ``jla.kernels.gated_delta_rule`` for ``q, k [B, T, Hq, K]``, ``v [B, T, H, V]``."""
     if scale is not None and not scale > 0:
         return f"scale must be above 0 (it is folded into a log decay), got {scale}"
-    return _heads(q, k, v, (256, 512), state_positions) or hopper() or sharding.refusal(v)
+    return _heads(q, k, v, (256, 512), state_positions) or hopper() or sharding.refusal(v, "b.h")
 
 
 def simple_gla(q, k, v, *, scale=None, state_positions=None) -> str | None:
     """Limit of ``jla.kernels.linear_attention`` for the same shapes."""
-    return _heads(q, k, v, (512, 512), state_positions) or hopper() or sharding.refusal(v)
+    return _heads(q, k, v, (512, 512), state_positions) or hopper() or sharding.refusal(v, "b.h")
 
 
 def _heads(q, k, v, widest, state_positions) -> str | None:
@@ -67,7 +67,7 @@ def short_conv(x, kernel) -> str | None:
         return f"D must be a multiple of 128, got {x.shape[2]}"
     if x.shape[0] > MOST_ROWS:
         return _rows(x)
-    return hopper() or sharding.several()
+    return hopper() or sharding.refusal(x, "b.h", 128)
 
 
 def gated_norm(
@@ -86,4 +86,4 @@ def gated_norm(
         return f"the gate's activation must be swish, silu or sigmoid, got {activation!r}"
     if not eps > 0:
         return f"eps must be above 0, got {eps}"
-    return hopper() or sharding.several()
+    return hopper() or sharding.refusal(x, "b" * (x.ndim - 1))

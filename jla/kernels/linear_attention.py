@@ -38,6 +38,7 @@ from jax import lax
 
 from jla.kernels import common as cm
 from jla.kernels import linear_attention_kernels as kernels
+from jla.kernels import sharding
 from jla.kernels.linear_attention_kernels import CHUNK, F32, LOG2E
 
 # exp of it is zero in float32, and 64 of them keep the cumulated exponent exact to 1e-3.
@@ -46,6 +47,13 @@ DEAD = 150.0  # log2: a factor below the smallest float32
 SMS = 132  # H100 and H200
 MIN_PIECE_CHUNKS = 8
 
+# Several devices divide rows and heads. Of q, k, v, g, v_scale; an initial state, marks | what the
+# backward gets besides: gates, weights, starts | the cotangents.
+OPERANDS = ("b.g", "b.g", "b.h", "b.h", "b.h", "bh", "b")
+OUTPUTS, SAVED = ("b.h", "bh"), ("bh", "bh", "b.h")
+FORWARD = sharding.Layout(OPERANDS, (OUTPUTS, SAVED))
+BACKWARD = sharding.Layout((*OPERANDS[:4], "b", *SAVED, *OUTPUTS), OPERANDS[:6])
+
 
 class Options(NamedTuple):
     """Static choices of a call."""
@@ -53,8 +61,6 @@ class Options(NamedTuple):
     scale: float
     per_piece: int  # chunks of a piece of the forward and of the backward's state passes
     per_map: int  # chunks of a piece whose contribution to the state is computed on its own
-    splits: int
-    per_block: int
     has_state: bool
     marked: bool  # padding may be in the gates
     interpret: object = None
@@ -153,17 +159,23 @@ def unsupported_reason(q, k, v):
 
 
 def _options(s, scale, pieces):
+    heads = -(-s.batch * s.heads // sharding.shares())
     if pieces is None:
         pieces = 1
-        while 2 * pieces * s.batch * s.heads <= SMS and s.chunks >= 2 * pieces * MIN_PIECE_CHUNKS:
+        while 2 * pieces * heads <= SMS and s.chunks >= 2 * pieces * MIN_PIECE_CHUNKS:
             pieces *= 2
     per_piece = per_map = -(-s.chunks // pieces)
     # Shorter maps until there is a block for every SM, while the float32 maps stay below an eighth
     # of k and v; pieces already limited by memory gained nothing from it.
-    blocks = s.batch * s.heads * s.value // CHUNK
+    blocks = heads * s.value // CHUNK
     least = s.key * s.value // (4 * (s.key + s.value))
     while per_map % 2 == 0 and per_map >= 2 * least and (s.chunks // per_map - 1) * blocks < SMS:
         per_map //= 2
+    return Options(scale, per_piece, per_map, False, False)
+
+
+def _gradient_blocks(s):
+    """How the gradient kernel is cut: splits of a group's heads, and work items of a block."""
     splits, group = 1, s.heads_per_group
     blocks = s.batch * s.chunks * s.groups
     while group > 1 and 2 * blocks * splits < 3 * SMS and group % (2 * splits) == 0:
@@ -171,7 +183,7 @@ def _options(s, scale, pieces):
     per_block = 1
     while per_block < 8 and s.batch * s.heads * s.chunks >= 2 * per_block * 4 * SMS:
         per_block *= 2
-    return Options(scale, per_piece, per_map, splits, per_block, False, False)
+    return splits, per_block
 
 
 # ------------------------------------------------------------------------------ gates and packing
@@ -307,6 +319,20 @@ def _core(q, k, v, g, v_scale, initial_state, marks, options):
 
 
 def _core_fwd(q, k, v, g, v_scale, initial_state, marks, options):
+    operands = (q, k, v, g, v_scale, initial_state, marks)
+    out, made = sharding.partitioned(_forward, FORWARD, options, *operands)
+    return out, (q, k, v, g, marks, *made)
+
+
+def _core_bwd(options, saved, cotangents):
+    operands = (*saved, *cotangents)
+    return *sharding.partitioned(_backward, BACKWARD, options, *operands), None
+
+
+_core.defvjp(_core_fwd, _core_bwd)
+
+
+def _forward(q, k, v, g, v_scale, initial_state, marks, options):
     s = kernels.shapes_of(q, v)
     gates = _chunk_gates(g, marks)
     weights = None if v_scale is None else _chunked(v_scale, s.chunks)
@@ -315,13 +341,10 @@ def _core_fwd(q, k, v, g, v_scale, initial_state, marks, options):
     o, end = kernels.forward(
         q, k, v, gates, weights, starts, **_settings(options, "scale", "per_piece", "marked")
     )
-    saved = (q, k, v, g, gates, weights, starts, marks)
-    return (o, end.swapaxes(-1, -2)), saved
+    return (o, end.swapaxes(-1, -2)), (gates, weights, starts)
 
 
-def _core_bwd(options, saved, cotangents):
-    q, k, v, g, gates, weights, starts, marks = saved
-    do, dend = cotangents
+def _backward(q, k, v, g, marks, gates, weights, starts, do, dend, options):
     s = kernels.shapes_of(q, v)
     do = do.astype(v.dtype)
     dend = dend.astype(F32).swapaxes(-1, -2)
@@ -337,6 +360,7 @@ def _core_bwd(options, saved, cotangents):
         store=True,
         **_settings(options, "scale", "per_piece", "marked"),
     )
+    splits, per_block = _gradient_blocks(s)
     dq, dk, dv, stats = kernels.gradients(
         q,
         k,
@@ -345,19 +369,18 @@ def _core_bwd(options, saved, cotangents):
         states,
         gates,
         weights,
-        **_settings(options, "scale", "splits", "per_block", "marked"),
+        splits=splits,
+        per_block=per_block,
+        **_settings(options, "scale", "marked"),
     )
-    if options.splits > 1:
-        shape = (*q.shape[:3], options.splits, q.shape[3])
+    if splits > 1:
+        shape = (*q.shape[:3], splits, q.shape[3])
         dq, dk = (x.reshape(shape).sum(3).astype(q.dtype) for x in (dq, dk))
     dg, dscale = _gate_gradients(stats, g, marks)
     dstate = ends[1, :, 0].swapaxes(-1, -2) if options.has_state else None
-    return dq, dk, dv, dg, dscale, dstate, None
+    return dq, dk, dv, dg, dscale, dstate
 
 
 def _settings(options, *names):
     """Keyword arguments of a kernel."""
     return {n: getattr(options, n) for n in (*names, "interpret")}
-
-
-_core.defvjp(_core_fwd, _core_bwd)

@@ -12,10 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from jla.kernels import common as cm
+from jla.kernels import sharding
 from jla.kernels import short_conv_kernels as kernels
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 WIDTHS = (2, 3, 4)
+
+
+# Several devices divide rows, and channels by whole strips.
+OPERANDS = ("b.h", ".h", "h", "b.h", "b")
+FORWARD = sharding.Layout(OPERANDS, "b.h", multiple=128)
+BACKWARD = sharding.Layout((*OPERANDS, "b.h"), ("b.h", "b..h", "b.h"), multiple=128)
 
 
 class Options(NamedTuple):
@@ -59,7 +66,7 @@ def _check(x, kernel):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _core(x, kernel, bias, state, ids, options):
-    return kernels.forward(x, kernel, bias, state, ids, silu=options.silu)
+    return sharding.partitioned(_forward, FORWARD, options, x, kernel, bias, state, ids)
 
 
 def _core_forward(x, kernel, bias, state, ids, options):
@@ -67,13 +74,22 @@ def _core_forward(x, kernel, bias, state, ids, options):
 
 
 def _core_backward(options, saved, dy):
-    x, kernel, bias, state, ids = saved
-    dx, sums, *d_state = kernels.backward(
-        x, dy.astype(x.dtype), kernel, bias, state, ids, silu=options.silu
+    x, _, bias, state, _ = saved
+    dx, sums, d_state = sharding.partitioned(
+        _backward, BACKWARD, options, *saved, dy.astype(x.dtype)
     )
     sums = jnp.sum(sums, (0, 1))
-    d_state = None if state is None else d_state[0].astype(state.dtype)
+    d_state = None if d_state is None else d_state.astype(state.dtype)
     return dx, sums[:-1], None if bias is None else sums[-1], d_state, None
 
 
 _core.defvjp(_core_forward, _core_backward)
+
+
+def _forward(x, kernel, bias, state, ids, options):
+    return kernels.forward(x, kernel, bias, state, ids, silu=options.silu)
+
+
+def _backward(x, kernel, bias, state, ids, dy, options):
+    dx, sums, *d_state = kernels.backward(x, dy, kernel, bias, state, ids, silu=options.silu)
+    return dx, sums, d_state[0] if d_state else None

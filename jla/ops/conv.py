@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jla.kernels import limits
+from jla.kernels.sharding import per_device
 from jla.ops import segments
 from jla.ops.dispatch import Choice, select
 
@@ -75,11 +76,13 @@ _jit = partial(jax.jit, static_argnames=("activation", "output_final_state"))
 
 @_jit
 def _on_hopper(x, kernel, bias, segment_ids, state, *, activation, output_final_state):
-    from jla.kernels.short_conv import short_conv
+    from jla.kernels import short_conv as kernels
 
-    y = short_conv(
-        x, kernel, bias, silu=activation is not None, segment_ids=segment_ids, initial_state=state
-    )
+    def run(x, kernel, bias, state, ids):
+        rest = dict(segment_ids=ids, initial_state=state)
+        return kernels.short_conv(x, kernel, bias, silu=activation is not None, **rest)
+
+    y = per_device(run, kernels.FORWARD, 0, x, kernel, bias, state, segment_ids)
     if not output_final_state:
         return y, None
     return y, _final_window(x, _or_zeros(state, x, kernel), segment_ids)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jla.kernels import limits
-from jla.kernels.sharding import per_device
+from jla.kernels.sharding import RECURRENCE, per_device
 from jla.ops import segments
 from jla.ops.chunking import accumulator, product, unit_lower_inverse
 from jla.ops.decay import Decay
@@ -97,7 +97,8 @@ def _hopper(q, k, v, g, beta, scale, use_qk_l2norm, **options: Unpack[Options]):
 
     marks = segments.marks_or_none(options.get("segment_ids"), v)
     gates = dict(g=g, beta=beta)
-    return per_device(kernel, q, k, v, gates, options.get("initial_state"), marks)
+    state = options.get("initial_state")
+    return per_device(kernel, RECURRENCE, 2, q, k, v, gates, state, marks)
 
 
 def delta_rule(q, k, v, beta, **options):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jla.kernels import limits
-from jla.kernels.sharding import per_device
+from jla.kernels.sharding import RECURRENCE, per_device
 from jla.ops import segments
 from jla.ops.chunking import accumulator
 from jla.ops.decay import Decay, back, forth
@@ -82,7 +82,8 @@ def on_hopper(q, k, v, g, *, scale=None, weights=None, **options: Unpack[Options
 
     marks = segments.marks_or_none(options.get("segment_ids"), v)
     gates = dict(g=g, weights=weights)
-    return per_device(kernel, q, k, v, gates, options.get("initial_state"), marks)
+    state = options.get("initial_state")
+    return per_device(kernel, RECURRENCE, 2, q, k, v, gates, state, marks)
 
 
 def gla(

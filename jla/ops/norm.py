@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jla.kernels import limits
+from jla.kernels.sharding import per_device
 from jla.ops.activation import ACTIVATIONS
 from jla.ops.dispatch import Choice, select
 
@@ -98,9 +99,7 @@ def rms_norm(
         facts = dict(gate=gate, activation=activation, eps=eps)
         ways = dict(norm_before_gate=norm_before_gate, group_size=group_size)
         if choose(x, scale, impl=impl, **facts, **ways).impl == "mosaic":
-            from jla.kernels.gated_norm import gated_norm
-
-            return gated_norm(x, scale, **facts)
+            return _on_hopper(x, scale, gate, activation=activation, eps=eps)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     factor = 1 if gate is None else ACTIVATIONS[activation](gate.astype(wide.dtype))
     wide = wide if norm_before_gate else wide * factor
@@ -110,6 +109,15 @@ def rms_norm(
     if scale is not None:
         y = y * scale.astype(wide.dtype)
     return (y * factor if norm_before_gate else y).astype(x.dtype)
+
+
+def _on_hopper(x, scale, gate, **options):
+    from jla.kernels import gated_norm as kernels
+
+    def kernel(x, scale, gate):
+        return kernels.gated_norm(x, scale, gate, **options)
+
+    return per_device(kernel, kernels.layout(x.ndim), 0, x, scale, gate)
 
 
 def choose(x, scale=None, *, impl: str = "auto", **facts) -> Choice:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 import os
 import pathlib
 import re
@@ -49,13 +50,19 @@ def available():
     return importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
+def mesh(**axes):
+    """A mesh of H200s that need not be there, with Auto axes of these names and sizes."""
+    sizes = tuple(axes.values())
+    name = f"1x1x{math.prod(sizes)}"
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name=name, topology=name, target_config=_H200
+    )
+    return Mesh(np.array(topology.devices).reshape(sizes), tuple(axes))
+
+
 def compile_kernels(fn, *specs):
     """Compiles ``fn(*specs)`` (ShapeDtypeStructs) for an H200; one Report a Mosaic kernel."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=_H200
-    )
-    mesh = Mesh(np.array(topology.devices[:1]), ("d",))
-    sharding = NamedSharding(mesh, PartitionSpec())
+    sharding = NamedSharding(mesh(d=1), PartitionSpec())
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), specs)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder  # being set is what counts

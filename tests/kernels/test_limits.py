@@ -17,7 +17,6 @@ def qkv(k=128, v=128, dtype=jnp.bfloat16, heads=4):
 def hopper(monkeypatch):
     """A process that sees one Hopper GPU, as far as limits look."""
     monkeypatch.setattr(limits, "hopper", lambda: None)
-    monkeypatch.setattr(limits.sharding, "refusal", lambda v: None)
 
 
 def test_the_device_is_asked_last_and_named():

@@ -166,7 +166,6 @@ def test_interpreted(case, capfd):
 def hopper(monkeypatch):
     """A process that sees one Hopper GPU, as far as limits look."""
     monkeypatch.setattr(limits, "hopper", lambda: None)
-    monkeypatch.setattr(limits.sharding, "several", lambda: None)
 
 
 @pytest.mark.parametrize(
