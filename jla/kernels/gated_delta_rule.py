@@ -35,10 +35,19 @@ from jla.kernels import common as cm
 from jla.kernels import gated_delta_rule_backward as backward
 from jla.kernels import gated_delta_rule_forward as forward
 from jla.kernels import gated_delta_rule_split as split
+from jla.kernels import sharding
 
 C = forward.C
 WIDEST_KEY = 256
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+# Several devices divide rows and heads. Of q, k, v, g, beta, a state, marks | what is saved
+# besides: tables, inverses, the pieces' maps (matrix and diagonal), states, U.
+OPERANDS = ("b.g", "b.g", "b.h", "b.h", "b.h", "bh", "b")
+OUTPUTS, SAVED = ("b.h", "bh"), ("bh", "bh", "b.h", "b.h", "bh", "b.h")
+FORWARD = sharding.Layout(OPERANDS, OUTPUTS)
+SAVING = sharding.Layout(OPERANDS, (OUTPUTS, SAVED))
+BACKWARD = sharding.Layout((*OPERANDS[:5], "b", *SAVED, *OUTPUTS), OPERANDS[:6])
 
 
 class Options(NamedTuple):
@@ -47,6 +56,8 @@ class Options(NamedTuple):
     scale: float
     normalised: bool
     final: bool
+    stateful: bool
+    pieces: int  # of a row
 
 
 def gated_delta_rule(
@@ -84,7 +95,8 @@ def gated_delta_rule(
     if state is not None:
         state = cm.widen(cm.widen(state.astype(cm.F32)), -2)
     q, k, v = (cm.lengthen(cm.widen(x), 8) for x in (q, k, v))
-    options = Options(float(scale), use_qk_l2norm, output_final_state)
+    pieces = _pieces(q, v)
+    options = Options(float(scale), use_qk_l2norm, output_final_state, state is not None, pieces)
     o, state = _core(q, k, v, g, beta, state, marks, options)
     if state is not None:
         state = state[..., :key_dim, :value_dim]
@@ -133,34 +145,34 @@ def _whole_heads(x):
 
 
 def _pieces(q, v):
-    """Static split of the rows, and the chunks of a row rounded up to whole pieces."""
+    """Pieces of a row, for the rows and heads that a device is likely to have."""
     (batch, length, heads, value_dim), key_dim = v.shape, q.shape[-1]
-    chunks = -(-length // C)
     if key_dim > split.WIDEST:
-        return 1, chunks
-    blocks = batch * heads * (value_dim // forward.value_width(key_dim, value_dim))
-    pieces = split.piece_count(blocks, chunks)
-    return pieces, -(-chunks // pieces) * pieces
+        return 1
+    heads = -(-batch * heads // sharding.shares())
+    blocks = heads * (value_dim // forward.value_width(key_dim, value_dim))
+    return split.piece_count(blocks, -(-length // C))
 
 
 def _run(q, k, v, g, beta, state, marks, options, save):
     """o, final state [B, H, K, V], and what the backward needs when ``save``."""
-    pieces, chunks = _pieces(q, v)
-    gates = _gates(q, g, beta, marks, chunks * C, options.normalised)
+    pieces = options.pieces
+    gates = _gates(q, g, beta, marks, pieces * C, options.normalised)
     fading = pieces > 1 and not (g is None and marks is None)
     inverses, tables = forward.chunk_inverses(
         k, gates, v.shape[2], scale=options.scale, bounds=fading
     )
-    start, maps = None if state is None else jnp.swapaxes(state, 2, 3), None
+    start, maps = None if state is None else jnp.swapaxes(state, 2, 3), (None, None)
     if pieces > 1:
         closed = split.closed(tables, pieces) if fading else None
         # The first piece's M moves an initial state, the last one's the final state's gradient.
         ends = (state is not None, save and options.final)
         *maps, add = split.piece_maps(k, v, inverses, tables, closed, pieces=pieces, ends=ends)
         start = split.scan_pieces(start, *maps, add, pieces=pieces)
+        maps = [x.reshape(-1, pieces, *x.shape[1:]) for x in maps]
     o, final, *saved = forward.outputs(q, k, v, inverses, tables, start, pieces=pieces, save=save)
     final = jnp.swapaxes(_piece(final, pieces, -1), 2, 3) if options.final else None
-    return (o, final), (q, k, v, g, beta, marks, tables, inverses, maps, saved, state is None)
+    return (o, final), (tables, inverses, *maps, *saved)
 
 
 def _piece(x, pieces, which):
@@ -170,25 +182,44 @@ def _piece(x, pieces, which):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
 def _core(q, k, v, g, beta, state, marks, options):
-    return _run(q, k, v, g, beta, state, marks, options, save=False)[0]
+    return sharding.partitioned(_outputs, FORWARD, options, q, k, v, g, beta, state, marks)
 
 
 def _core_forward(q, k, v, g, beta, state, marks, options):
-    return _run(q, k, v, g, beta, state, marks, options, save=True)
+    operands = (q, k, v, g, beta, state, marks)
+    out, made = sharding.partitioned(_outputs_and_saved, SAVING, options, *operands)
+    return out, (q, k, v, g, beta, marks, *made)
 
 
 def _core_backward(options, saved, cotangents):
-    q, k, v, g, beta, marks, tables, inverses, maps, (states, u), stateless = saved
-    do, d_end = cotangents
+    operands = (*saved, *cotangents)
+    return *sharding.partitioned(_gradients, BACKWARD, options, *operands), None
+
+
+_core.defvjp(_core_forward, _core_backward)
+
+
+def _outputs(*operands):
+    return _run(*operands, save=False)[0]
+
+
+def _outputs_and_saved(*operands):
+    return _run(*operands, save=True)
+
+
+def _gradients(
+    q, k, v, g, beta, marks, tables, inverses, matrix, diagonal, states, u, do, d_end, options
+):
     do = do.astype(v.dtype)
     d_end = None if d_end is None else jnp.swapaxes(d_end, 2, 3)
-    pieces, _ = _pieces(q, v)
+    pieces = options.pieces
     chain = functools.partial(backward.state_gradients, q, k, do, inverses, tables, pieces=pieces)
     if pieces > 1:
         fading = not (g is None and marks is None)
         (add,) = chain(
             None, reaching=split.reaching(tables, pieces) if fading else None, save=False
         )
+        maps = [x.reshape(-1, *x.shape[2:]) for x in (matrix, diagonal)]
         d_end = split.scan_pieces(d_end, *maps, add, pieces=pieces, reverse=True)
     d_start, d_states, dx = chain(d_end)
     inside = options.normalised and q.shape[-1] <= cm.WIDEST
@@ -202,8 +233,8 @@ def _core_backward(options, saved, cotangents):
         dq, dk = (
             _without(dx, x, share) for dx, x, share in zip((dq, dk), (q, k), shares, strict=True)
         )
-    d_state = None if stateless else jnp.swapaxes(_piece(d_start, pieces, 0), 2, 3)
-    return dq, dk, dv, dg, dbeta, d_state, None
+    d_state = jnp.swapaxes(_piece(d_start, pieces, 0), 2, 3) if options.stateful else None
+    return dq, dk, dv, dg, dbeta, d_state
 
 
 def _gate_cotangents(sums, tables, g, marks, length):
@@ -217,9 +248,6 @@ def _gate_cotangents(sums, tables, g, marks, length):
     dg = _unchunked(backward.gate_gradients(sums, tables), length)
     live = g > forward.RESET
     return jnp.where(live if marks is None else live & (marks == 1), dg, 0.0), dbeta
-
-
-_core.defvjp(_core_forward, _core_backward)
 
 
 def _without(dx, x, share):

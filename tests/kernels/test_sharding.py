@@ -50,12 +50,28 @@ def ids_of(marks):
     return jnp.where(marks == 0, 0, jnp.cumsum(marks == 2, axis=1) + 1).astype(jnp.int32)
 
 
-def delta_kernel(q, k, v, g, beta, *, marks, initial_state=None, **options):
+def delta_outputs(q, k, v, g, beta, state, marks, options):
     shapes.append((q.shape, v.shape))
+    more = [(0, 0), (0, q.shape[1] - g.shape[1])]  # tokens of whole tiles, which q, k and v have
+    g, beta = (jnp.pad(x, [*more, (0, 0)]) for x in (g, beta))
     return ops.gated_delta_rule(
-        q, k, v, g, beta, initial_state=initial_state, segment_ids=ids_of(marks), impl="chunk",
-        **options,
+        q, k, v, g, beta, scale=options.scale, initial_state=state,
+        segment_ids=None if marks is None else ids_of(jnp.pad(marks, more)),
+        output_final_state=options.final, use_qk_l2norm=options.normalised, impl="chunk",
     )  # fmt: skip
+
+
+def delta_saving(q, k, v, g, beta, state, marks, options):
+    out = delta_outputs(q, k, v, g, beta, state, marks, options)
+    g, beta = (jnp.swapaxes(x, 1, 2) for x in (g, beta))
+    return out, (g, beta, None, None, state, None)
+
+
+def delta_gradients(q, k, v, g, beta, marks, gs, betas, _m, _d, state, _u, do, dend, options):
+    del g, beta
+    operands = (q, k, v, *(jnp.swapaxes(x, 1, 2) for x in (gs, betas)), state)
+    pull = jax.vjp(lambda *x: delta_outputs(*x, marks, options), *operands)[1]
+    return pull((do, dend))
 
 
 def simple_gla(q, k, v, g, weights, state, marks, scale):
@@ -123,7 +139,9 @@ def several_gpus(monkeypatch):
 
     monkeypatch.setattr(limits, "hopper", lambda: None)
     monkeypatch.setattr(sharding, "alone", alone)
-    monkeypatch.setattr(gated_delta_rule, "gated_delta_rule", delta_kernel)
+    monkeypatch.setattr(gated_delta_rule, "_outputs", delta_outputs)
+    monkeypatch.setattr(gated_delta_rule, "_outputs_and_saved", delta_saving)
+    monkeypatch.setattr(gated_delta_rule, "_gradients", delta_gradients)
     monkeypatch.setattr(linear_attention, "_forward", linear_forward)
     monkeypatch.setattr(linear_attention, "_backward", linear_backward)
     monkeypatch.setattr(short_conv_kernels, "forward", conv_forward)
@@ -397,6 +415,9 @@ def test_a_mesh_that_divides_something_else_is_refused():
         x = jax.device_put(jnp.zeros((B, T, 256), BF16), NamedSharding(mesh, P(None, None, "data")))
         refused = ops.explain("causal_conv1d", x, jnp.zeros((4, 256))).refused["mosaic"]
         assert "a device needs a multiple of 128 channels" in refused
+        x = jax.device_put(jnp.zeros((B, 2, T, 64), BF16), NamedSharding(mesh, P("data")))
+        with pytest.raises(NotImplementedError, match="jax.vmap over an axis divided"):
+            jax.jit(jax.vmap(lambda x: ops.rms_norm(x, gate=x, impl="mosaic")))(x)
     kinds = AxisType.Auto, AxisType.Explicit
     with jax.set_mesh(jax.make_mesh((2, 2), ("a", "b"), axis_types=kinds)):
         refused = ops.explain("simple_gla", q, q, v).refused["mosaic"]
@@ -409,6 +430,13 @@ def test_a_mesh_that_divides_something_else_is_refused():
 def linear_step(q, k, v, g, state, marks):
     o, end = linear_attention.linear_attention(
         q, k, v, g, scale=1.0, initial_state=state, marks=marks
+    )
+    return jnp.sum(o.astype(jnp.float32)) + jnp.sum(end)
+
+
+def delta_step(q, k, v, g, beta, state, marks):
+    o, end = gated_delta_rule.gated_delta_rule(
+        q, k, v, g, beta, scale=1.0, initial_state=state, marks=marks, use_qk_l2norm=True
     )
     return jnp.sum(o.astype(jnp.float32)) + jnp.sum(end)
 
@@ -434,6 +462,7 @@ def step(rows, length, groups, heads):
     taps, bias = ((4, x[0][2]), "float32", P(None, "model")), (x[0][2:], "float32", P("model"))
     ids = marks[0], "int32", marks[2]
     return {
+        "gated_delta_rule": (delta_step, (q, q, v, gate, gate, state, marks), 6, groups == 1),
         "linear_attention": (linear_step, (q, q, v, gate, state, marks), 5, groups == 1),
         "short_conv": (conv_step, (x, taps, bias, ids), 3, True),
         "gated_norm": (norm_step, (v, ((128,), "float32", P()), v), 3, True),
