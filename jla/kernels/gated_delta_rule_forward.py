@@ -31,26 +31,19 @@ UNREAD = -1e30  # log2 of what a padding token reads
 EPS = 1e-6  # in the norms of queries and keys
 
 
-def _write_masks(mask_s, small_s):
-    """Tiles of ones and zeros in shared memory; as predicates they would be hoisted into more
-    registers than a thread has.
+def _write_masks(mask_s):
+    """Tiles of ones and zeros in shared memory.
 
-    With M_b the lower-left b x b part of every 2b x 2b diagonal block: ``small_s`` [C, 16] each is
-    M_2, M_4, M_8, stacked; ``mask_s`` [C, C] each is M_16, and the 16 x 16 diagonal blocks.
+    Tile n - 1, n = 1 .. 4: M_b, the lower-left b x b part of every 2b x 2b diagonal block,
+    b = 2 ** n; tile 4: the 16 x 16 diagonal blocks. As predicates they would be hoisted into more
+    registers than a thread has; made of smaller tiles they take more instructions.
     """
-
-    def lower_left(i, j, n):  # M_b, b = 2^n
-        return ((i >> (n + 1)) == (j >> (n + 1))) & (((i >> n) & 1) == 1) & (((j >> n) & 1) == 0)
-
-    def ones(where):
-        return jnp.where(where, 1.0, 0.0).astype(mask_s.dtype)
-
-    i, j = cm.iota((C, 16), 0) & 15, cm.iota((C, 16), 1)
-    for n in range(1, 4):
-        small_s.at[n - 1][...] = ones(lower_left(i, j, n))
     i, j = cm.iota((C, C), 0), cm.iota((C, C), 1)
-    mask_s.at[0][...] = ones(lower_left(i, j, 4))
-    mask_s.at[1][...] = ones((i >> 4) == (j >> 4))
+    for n in range(1, 5):
+        same = (i >> (n + 1)) == (j >> (n + 1))
+        mask = same & (((i >> n) & 1) == 1) & (((j >> n) & 1) == 0)
+        mask_s.at[n - 1][...] = jnp.where(mask, 1.0, 0.0).astype(mask_s.dtype)
+    mask_s.at[4][...] = jnp.where((i >> 4) == (j >> 4), 1.0, 0.0).astype(mask_s.dtype)
     plgpu.commit_smem()
 
 
@@ -74,7 +67,7 @@ def _diagonal(stack):
     return jnp.sum(jnp.where(own, stack, 0.0), axis=1)
 
 
-def _unit_lower_inverse(a, stack, mask_s, small_s, t16_s, x16_s, t32_s, x32_s):
+def _unit_lower_inverse(a, stack, mask_s, t16_s, x16_s, t32_s, x32_s):
     """(I + tril(a, -1))^-1 for ``a`` float32 [C, C] and its ``_diagonal_blocks``.
 
     The block size doubles: T_2b = T_b - T_b (a * M_b) T_b, M_b the lower-left blocks. No powers
@@ -86,21 +79,22 @@ def _unit_lower_inverse(a, stack, mask_s, small_s, t16_s, x16_s, t32_s, x32_s):
     local = i & 15
     t = jnp.where(local == j, 1.0, 0.0)
     t = t - jnp.where((local == j + 1) & ((j & 1) == 0), stack, 0.0)
-    a, stack = a.astype(dtype), stack.astype(dtype)
+    a = a.astype(dtype)
+
+    def masked(n):
+        return a * plgpu.load(mask_s.at[n - 1], layout=cm.WGMMA)
 
     def spread(t):  # stacked 16 x 16 blocks to a block diagonal
-        return jnp.concatenate([t] * 4, 1) * plgpu.load(mask_s.at[1], layout=cm.WGMMA)
+        return jnp.concatenate([t] * 4, 1) * plgpu.load(mask_s.at[4], layout=cm.WGMMA)
 
     for n in range(1, 4):
         low = t.astype(dtype)
-        corners = spread(stack * plgpu.load(small_s.at[n - 1], layout=cm.WGMMA))
-        x = cm.product(corners, _stage(t16_s, low), (C, 16))
+        x = cm.product(masked(n), _stage(t16_s, low), (C, 16))
         t = cm.accumulate(t, (spread(low), _stage(x16_s, (-x).astype(dtype))))
     i, j = cm.iota((C, 32), 0), cm.iota((C, 32), 1)
     low = t.astype(dtype)
     t = jnp.where(((i >> 4) & 1) == (j >> 4), jnp.concatenate([t, t], 1), 0.0)
-    corners = a * plgpu.load(mask_s.at[0], layout=cm.WGMMA)
-    x = cm.product(corners, _stage(t32_s, t.astype(dtype)), (C, 32))
+    x = cm.product(masked(4), _stage(t32_s, t.astype(dtype)), (C, 32))
     t = cm.accumulate(t, (spread(low), _stage(x32_s, (-x).astype(dtype))))
     # The last level has one block, rows 32 .. 63 of columns 0 .. 31.
     low, lower = t.astype(dtype), i >= 32
@@ -249,12 +243,12 @@ def chunk_inverses(k, gates: Gates, heads, *, scale, bounds):
     chunks = length // C
     group = heads // k.shape[2]
     items = batch * heads * chunks
-    workers = 4 if key_dim <= 128 else 3  # warpgroups whose keys fit into shared memory
+    workers = 4 if key_dim <= 128 else 2  # warpgroups whose keys fit into shared memory
     blocks = min(cm.SMS, -(-items // workers))
     given, structure = jax.tree.flatten(gates)
     normalised = gates.q_norm is not None
 
-    def body(k_ref, *refs, k_s, t_s, gates_s, work, sums_s, table_s, mask_s, small_s, place_s,
+    def body(k_ref, *refs, k_s, t_s, gates_s, work, sums_s, table_s, mask_s, place_s,
              bar, ready, done):  # fmt: skip
         *gate_refs, t_ref, table_ref = refs
         gate_refs = jax.tree.unflatten(structure, gate_refs)
@@ -283,7 +277,7 @@ def chunk_inverses(k, gates: Gates, heads, *, scale, bounds):
 
         @pl.when(wg == 0)
         def _():
-            _write_masks(mask_s, small_s)
+            _write_masks(mask_s)
             cm.write_positions(place_s)
 
         cm.meet(ready)
@@ -318,7 +312,7 @@ def chunk_inverses(k, gates: Gates, heads, *, scale, bounds):
             def _():
                 fetch(m + 1)
 
-            _stage(t_s, _unit_lower_inverse(a, stack, mask_s, small_s, *work).astype(dtype))
+            _stage(t_s, _unit_lower_inverse(a, stack, mask_s, *work).astype(dtype))
             plgpu.copy_smem_to_gmem(t_s, t_ref.at[b, h, n])
 
         plgpu.wait_smem_to_gmem(0)
@@ -341,8 +335,7 @@ def chunk_inverses(k, gates: Gates, heads, *, scale, bounds):
             work=[cm.smem((workers, C, n), dtype) for n in (16, 16, 32, 32)],
             sums_s=plgpu.SMEM((workers, 3, C), cm.F32),
             table_s=plgpu.SMEM((workers, ROWS, C), cm.F32),
-            mask_s=cm.smem((2, C, C), dtype),
-            small_s=cm.smem((3, C, 16), dtype),
+            mask_s=cm.smem((5, C, C), dtype),
             place_s=plgpu.SMEM((2, C), cm.F32),
             bar=plgpu.Barrier(num_arrivals=1 + len(given), num_barriers=workers),
             ready=plgpu.Barrier(num_arrivals=workers),
