@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import assert_trees_close, collectives, count_compiles, host_mesh, random
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,6 +31,7 @@ from jla.kernels import (  # noqa: E402
     short_conv,
     short_conv_kernels,
 )
+from jla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM  # noqa: E402
 
 B, T, GROUPS, H, K, V = 4, 20, 2, 4, 8, 6
 MESHES = {
@@ -113,10 +115,12 @@ def conv_backward(x, dy, kernel, bias, state, ids, *, silu):
         one = (each if each is None else each[None] for each in (state, ids))
         return conv_forward(x[None], kernel, bias, *one, silu=silu)[0]
 
-    filters = jax.tree.map(lambda f: jnp.broadcast_to(f, (len(x), *f.shape)), (kernel, bias))
+    bias = jnp.zeros(x.shape[2]) if bias is None else bias
+    filters = (jnp.broadcast_to(f, (len(x), *f.shape)) for f in (kernel, bias))
     pull = jax.vjp(lambda *a: jax.vmap(row)(*a, ids), x, *filters, state)[1]
     dx, dkernel, dbias, dstate = pull(dy)
-    return dx, jnp.concatenate([dkernel, dbias[:, None]], 1)[:, None], dstate
+    sums = jnp.concatenate([dkernel, dbias[:, None]], 1)[:, None]
+    return (dx, sums) if state is None else (dx, sums, dstate)
 
 
 def norm_forward(x, scale, gate, options):
@@ -302,6 +306,34 @@ def test_scanned_and_rematerialised():
     program, got = run_on(mesh, run, place(mesh, x, "data", "model"), ids)
     assert_trees_close(got, want, dtype=BF16)
     assert not collectives(program)
+
+
+@pytest.mark.slow
+def test_a_model_gathers_nothing():
+    """Data parallel, layers scanned and rematerialised, packed rows; every kernel takes part."""
+    sizes = dict(hidden_size=256, num_heads=4, head_dim=64, num_hidden_layers=2, vocab_size=64)
+    config = GatedDeltaNetConfig(**sizes, expand_v=1)
+    options = dict(dtype=BF16, scan_layers=True, remat=True, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(GatedDeltaNetForCausalLM(config, **options))
+    ids = np.random.default_rng(0).integers(1, 64, (8, 256))
+    documents = np.repeat([[1] * 100 + [2] * 150 + [0] * 6], 8, axis=0)
+
+    def step(state, ids, documents):
+        loss = lambda state: nnx.merge(graph, state)(ids, documents, labels=ids).loss  # noqa: E731
+        return jax.value_and_grad(loss)(state)
+
+    want = jax.device_get(jax.jit(step)(state, ids, documents))
+    whole = set(map(str, shapes))
+    sharding._divided.cache_clear()
+    shapes.clear()
+    mesh = host_mesh({"data": 4}, explicit=False)
+    rows, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    args = jax.device_put((state, ids, documents), (everywhere, rows, rows))
+    program, got = run_on(mesh, step, *args)
+    assert_trees_close(got, want, dtype=BF16)
+    shares = {"((2, 256, 4, 64), (2, 256, 4, 64))", "(2, 256, 256)", "(2048, 64)"}
+    assert set(map(str, shapes)) - whole >= shares
+    assert collectives(program) == {"all-reduce"}
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=["mapped", "rows"])
