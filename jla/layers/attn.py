@@ -31,6 +31,7 @@ class Attention(TokenMixer):
         layer_idx: FLA's argument, not needed here.
         dtype, param_dtype, precision: as in :class:`flax.nnx.Linear`.
         kernel_init: initialiser of kernels; torch's default, as FLA's layer alone has, if None.
+        out_init: initialiser of ``o_proj``'s kernel; ``kernel_init`` if None.
         impl: implementation of the attention, see :func:`jla.ops.attention`.
         rngs: ``params`` stream.
 
@@ -60,6 +61,7 @@ class Attention(TokenMixer):
         param_dtype=jnp.float32,
         precision=None,
         kernel_init: init.Initializer | None = None,
+        out_init: init.Initializer | None = None,
         impl: str = "auto",
         rngs: nnx.Rngs,
     ):
@@ -87,7 +89,8 @@ class Attention(TokenMixer):
         self.q_proj = linear(hidden_size, hidden_size, use_bias=qkv_bias)
         self.k_proj = linear(hidden_size, kv_dim, use_bias=qkv_bias)
         self.v_proj = linear(hidden_size, kv_dim, use_bias=qkv_bias)
-        self.o_proj = linear(hidden_size, hidden_size)
+        out_init = out_init or kernel_init or init.torch_linear
+        self.o_proj = linear(hidden_size, hidden_size, kernel_init=out_init)
         self.qk_norm = qk_norm
         if qk_norm:
             self.q_norm = RMSNorm(self.head_dim, param_dtype=param_dtype)

@@ -65,6 +65,11 @@ class Decoder(nnx.Module):
         """Of the language-model head's kernel."""
         return init.normal(config.initializer_range)
 
+    @classmethod
+    def attention_out_init(cls, config: Config) -> init.Initializer | None:
+        """Of ``o_proj``'s kernel where a hybrid has softmax attention; as other kernels if None."""
+        return None
+
     def __init__(
         self,
         config: Config,
@@ -107,7 +112,8 @@ class Decoder(nnx.Module):
 
     def _block(self, config, layer_idx, settings, rngs):
         options = settings.options(rngs)
-        mixer = attention_mixer(config, layer_idx, **options)
+        out_init = self.attention_out_init(config)
+        mixer = attention_mixer(config, layer_idx, out_init=out_init, **options)
         if mixer is None:
             mixer = type(self).make_mixer(config, layer_idx, **options)
         return type(self).block_class(config, layer_idx, mixer, settings, rngs)

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 from jla.models.block import Block
 from jla.models.config import Config, HybridConfig
-from jla.nn import LayerNorm
+from jla.models.decoder import Decoder
+from jla.nn import LayerNorm, init
 from jla.ops.activation import ACTIVATIONS
 
 
@@ -38,3 +39,13 @@ class RWKVBlock(Block):
     def make_norm(config: Config, param_dtype) -> LayerNorm:
         options: dict[str, Any] = dict(eps=config.norm_eps, param_dtype=param_dtype)
         return LayerNorm(config.hidden_size, bias=getattr(config, "norm_bias", True), **options)
+
+
+class RWKVModel(Decoder):
+    """The stack of RWKV blocks."""
+
+    @classmethod
+    def attention_out_init(cls, config: Config) -> init.Initializer:
+        """Smaller with depth, counting two sums per layer into the residual. In FLA only softmax
+        attention starts so: RWKV's own mixers have initial values of their own."""
+        return init.into_residual(2 * config.num_hidden_layers)

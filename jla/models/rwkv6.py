@@ -5,8 +5,7 @@ from __future__ import annotations
 from jla.layers import RWKV6Attention
 from jla.layers.channel_mixing import RWKV6FeedForward
 from jla.models.causal_lm import CausalLM
-from jla.models.decoder import Decoder
-from jla.models.rwkv import RWKVBlock, RWKVConfig
+from jla.models.rwkv import RWKVBlock, RWKVConfig, RWKVModel
 
 
 class RWKV6Config(RWKVConfig):
@@ -52,7 +51,7 @@ class RWKV6Block(RWKVBlock):
         )
 
 
-class RWKV6Model(Decoder):
+class RWKV6Model(RWKVModel):
     """The stack without a head."""
 
     config_class = RWKV6Config

@@ -7,8 +7,7 @@ from flax import nnx
 from jla.layers import RWKV7Attention
 from jla.layers.channel_mixing import RWKV7FeedForward
 from jla.models.causal_lm import CausalLM
-from jla.models.decoder import Decoder
-from jla.models.rwkv import RWKVBlock, RWKVConfig
+from jla.models.rwkv import RWKVBlock, RWKVConfig, RWKVModel
 from jla.nn import init
 
 
@@ -93,7 +92,7 @@ class RWKV7Block(RWKVBlock):
         )
 
 
-class RWKV7Model(Decoder):
+class RWKV7Model(RWKVModel):
     """The stack without a head."""
 
     config_class = RWKV7Config

@@ -10,7 +10,7 @@ from helpers import assert_close, assert_trees_close
 from jla import convert
 from jla.layers import RWKV7Attention
 from jla.layers.channel_mixing import RWKV6FeedForward, RWKV7FeedForward
-from jla.models import RWKV7Config, RWKV7ForCausalLM
+from jla.models import AutoModelForCausalLM, RWKV6Config, RWKV7Config, RWKV7ForCausalLM
 from jla.ops import rwkv7
 from models.cases import BATCH, LENGTH, MODELS, build, tokens
 
@@ -43,6 +43,23 @@ def test_s30_initial_values(fresh):
     head = np.asarray(fresh.lm_head.kernel[...])
     assert_close(head @ head.T, 0.25 * 61 / 24 * np.eye(24), tol=1e-5)
     assert np.abs(fresh.model.embeddings.embedding[...]).max() <= 1e-4
+
+
+@pytest.mark.parametrize("config_class", [RWKV6Config, RWKV7Config])
+def test_attention_of_a_hybrid_starts_small(config_class):
+    """GPT-2's scheme: ``o_proj`` is torch's default over the root of two sums per layer; what
+    stands beside it is the models' normal."""
+    config = config_class(
+        num_hidden_layers=3,
+        hidden_size=128,
+        vocab_size=61,
+        initializer_range=0.3,
+        attn={"layers": [1], "num_heads": 2},
+    )
+    mixer = AutoModelForCausalLM.from_config(config, rngs=nnx.Rngs(0)).model.layers[1].attn
+    bound = (128 * 2 * 3) ** -0.5
+    assert 0.99 * bound < np.abs(mixer.o_proj.kernel[...]).max() <= bound
+    assert_close(np.std(mixer.q_proj.kernel[...]), 0.3, tol=0.02)
 
 
 def test_bfloat16_parameters_start_alike(fresh):
