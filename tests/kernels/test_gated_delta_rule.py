@@ -243,36 +243,34 @@ def test_lowers_for_cuda(dims, dtype):
             traced.lower(lowering_platforms=("cuda",))
 
 
-# By head size: shared memory, registers at launch and spilled bytes of every kernel. A change is
-# looked at.
-RESOURCES: dict[int, set] = {
-    64: {
-        ("gdr_gate_gradients", 20480, 94, 0),
-        ("gdr_inverse", 188416, 128, 8),
-        ("gdr_outputs", 123904, 168, 0),
-        ("gdr_piece_maps", 110592, 255, 0),
-        ("gdr_scan_pieces", 91136, 144, 0),
-        ("gdr_scan_pieces", 91136, 143, 0),
-        ("gdr_state_gradients", 132096, 168, 0),
-        ("gdr_token_gradients", 163840, 128, 0),
-    },
-    128: {
-        ("gdr_gate_gradients", 20480, 94, 0),
-        ("gdr_inverse", 221184, 128, 68),
-        ("gdr_outputs", 230400, 128, 12),
-        ("gdr_piece_maps", 176128, 168, 0),
-        ("gdr_scan_pieces", 231424, 231, 0),
-        ("gdr_scan_pieces", 231424, 229, 0),
-        ("gdr_state_gradients", 230400, 128, 0),
-        ("gdr_token_gradients", 229376, 128, 260),
-    },
-    256: {
-        ("gdr_gate_gradients", 20480, 94, 0),
-        ("gdr_inverse", 165888, 168, 0),
-        ("gdr_outputs", 210944, 168, 0),
-        ("gdr_state_gradients", 219136, 168, 116),
-        ("gdr_token_gradients", 229376, 128, 548),
-    },
+# By head size and kernel: shared memory, and at most registers at launch and spilled bytes (which
+# differ a little from one compilation to the next). A change is looked at.
+RESOURCES = {
+    64: dict(
+        gdr_gate_gradients=(20480, 94, 0),
+        gdr_inverse=(188416, 128, 16),
+        gdr_outputs=(123904, 168, 0),
+        gdr_piece_maps=(110592, 255, 0),
+        gdr_scan_pieces=(91136, 144, 0),
+        gdr_state_gradients=(132096, 168, 0),
+        gdr_token_gradients=(163840, 128, 0),
+    ),
+    128: dict(
+        gdr_gate_gradients=(20480, 94, 0),
+        gdr_inverse=(221184, 128, 80),
+        gdr_outputs=(230400, 128, 16),
+        gdr_piece_maps=(176128, 168, 0),
+        gdr_scan_pieces=(231424, 231, 0),
+        gdr_state_gradients=(230400, 128, 0),
+        gdr_token_gradients=(229376, 128, 288),
+    ),
+    256: dict(
+        gdr_gate_gradients=(20480, 94, 0),
+        gdr_inverse=(165888, 168, 0),
+        gdr_outputs=(210944, 168, 0),
+        gdr_state_gradients=(219136, 168, 128),
+        gdr_token_gradients=(229376, 128, 576),
+    ),
 }
 
 
@@ -280,12 +278,15 @@ RESOURCES: dict[int, set] = {
 @pytest.mark.timeout(300, method="thread")
 @pytest.mark.parametrize("dim", RESOURCES)
 def test_compiles_offline(dim):
-    found = set()
+    seen = set()
     for report in offline.compile_kernels(step, *specs(1, 8192, 16, 16, dim, dim)):
         print(report)
+        seen.add(report.name)
+        smem, registers, spills = RESOURCES[dim][report.name]
         assert not report.bad_notes and not report.early_uses, report
-        found.add((report.name, report.smem, report.registers, report.spills))
-    assert found == RESOURCES[dim]
+        assert report.smem == smem, report
+        assert report.registers <= registers and report.spills <= spills, report
+    assert seen == RESOURCES[dim].keys()
 
 
 def test_refuses():
