@@ -150,14 +150,17 @@ def test_demo(capsys, monkeypatch):
 
 def test_the_table_of_a_comparison_holds_what_both_have_measured():
     times = dict(ok=True, fwd=1.0, fb=4.0, floor_fwd=0.5, floor_fb=2.0, temp_mib=3.0)
+    times |= dict(fwd_device=0.8, fb_device=3.0)
     records = [
         dict(times, id="gdn/A", impl="ours"),
-        dict(times, id="gdn/A", impl="peer", fwd=2.0, fb=6.0, temp_mib=5.0),
+        dict(times, id="gdn/A", impl="peer", fwd=2.0, fb=6.0, temp_mib=5.0, fwd_device=1.6),
         dict(times, id="gdn/B", impl="ours"),
         dict(id="gdn/B", impl="peer", ok=False, error="refused"),
     ]
     *_, row = compare.table(records).splitlines()
-    assert "| gdn/A | 0.500 / 2.000 | 1.000 / 4.000 | 2.000 / 6.000 | 2.00 / 1.50 | 3, 5 |" == row
+    called = "0.500 / 2.000 | 1.000 / 4.000 | 2.000 / 6.000 | 2.00 / 1.50"
+    device = "0.800 / 3.000 | 1.600 / 3.000 | 2.00 / 1.00"
+    assert f"| gdn/A | {called} | {device} | 3, 5 |" == row
     assert compare.KINDS.keys() <= cases.OPS.keys()
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -39,6 +41,33 @@ def median_ms(call: Callable, seconds: float = 0.02, batches: int = BATCHES) -> 
     batch(2)
     count = max(2, min(200, int(seconds / batch(2))))
     return statistics.median(batch(count) for _ in range(batches)) * 1e3
+
+
+def device_ms(call: Callable, calls: int = BATCHES) -> float:
+    """Median ms that a call keeps the GPU: from its first kernel's start to its last one's end.
+
+    By the profiler, one call at a time. Host time between the kernels of a call is in it, before
+    and after them it is not.
+    """
+    jax.block_until_ready(call())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                jax.block_until_ready(call())
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(path))
+    spans = sorted(
+        (event.start_ns, event.start_ns + event.duration_ns)
+        for plane in profile.planes
+        for line in plane.lines
+        if plane.name.startswith("/device:GPU") and line.name.startswith("Stream")
+        for event in line.events
+    )
+    if not spans or len(spans) % calls:
+        raise RuntimeError(f"{calls} calls left {len(spans)} kernels in the profile")
+    each = len(spans) // calls
+    kernels = [spans[first : first + each] for first in range(0, len(spans), each)]
+    return statistics.median(max(end for _, end in k) - k[0][0] for k in kernels) / 1e6
 
 
 def times(op: str, p: cases.Shape, impl: str, dtype) -> Times:

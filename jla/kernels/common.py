@@ -4,8 +4,10 @@ The register layouts are named after what a vector holds for a ``[m, n]`` tile i
 layout: ``ROWS`` has one value per row, ``COLS`` one per column.
 """
 
+import functools
 import math
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -93,6 +95,15 @@ def kernel(body, *, name, out_type, scratch, grid, grid_names, warpgroups=1):
         kernel_name=name,
         **threads,
     )
+
+
+def traced_once(*static):
+    """For functions that launch kernels: a program that calls one several times (forward, forward
+    for the backward, layers of one shape) traces and lowers it once, which takes seconds.
+
+    ``static`` are its arguments that are not arrays.
+    """
+    return functools.partial(jax.jit, static_argnames=static)
 
 
 def iota(shape, axis):

@@ -39,6 +39,7 @@ from jla.kernels.gated_delta_rule_forward import (
 Q_DQ, READ, K_DK, D_BETA, WRITE, STATE = range(6)
 
 
+@cm.traced_once("pieces", "save")
 def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, reaching=None, save=True):
     """The reverse chain over chunks; the mirror of ``gated_delta_rule_forward.outputs``.
 
@@ -243,6 +244,7 @@ def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, reaching=N
     )(q, k, do, inverses, tables, *extra)
 
 
+@cm.traced_once("normalised")
 def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=None):
     """dq, dk, dv and the row sums behind dg and dbeta; chunks independent, persistent blocks.
 
@@ -288,6 +290,13 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
         def ring(m, c):
             return lax.rem(m * tiles + c, 2)
 
+        def over_tiles(tile):
+            """``tile(c, sums)`` for every tile of values, with None as the first one's sums."""
+            sums = tile(0, None)
+            if tiles > 2:  # unrolled, many tiles take seconds to compile
+                return lax.fori_loop(1, tiles, tile, sums)
+            return tile(1, sums) if tiles == 2 else sums
+
         def put(m, row, vector):
             b, n, h, part = place(m)
             sum_ref.at[b, h, n, part, row][...] = vector
@@ -314,28 +323,27 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
                 slot = lax.rem(m, 2)
                 q_t, k_t, table = q_s.at[slot], k_s.at[slot], table_s.at[slot]
                 plgpu.barrier_wait(full.at[slot])
-                dp = dq = write = None
-                for c in range(tiles):
+
+                def tile(c, sums):
                     r = ring(m, c)
                     plgpu.barrier_wait(tile_full.at[r])
                     key_grad = cm.product(k_t, ds_s.at[r].T, sq)
-                    part = jnp.sum(key_grad * cm.load_tile(u_s.at[r]), axis=1)
-                    write = part if write is None else write + part
-                    if dp is None:
+                    write = jnp.sum(key_grad * cm.load_tile(u_s.at[r]), axis=1)
+                    if sums is None:
                         dp, dq = cm.products(
                             (do_s.at[r], u_s.at[r].T, sq), (do_s.at[r], s_s.at[r], (C, width))
                         )
                     else:
-                        dp = cm.accumulate(dp, (do_s.at[r], u_s.at[r].T))
-                        dq = cm.accumulate(dq, (do_s.at[r], s_s.at[r]))
+                        dp = cm.accumulate(sums[0], (do_s.at[r], u_s.at[r].T))
+                        dq = cm.accumulate(sums[1], (do_s.at[r], s_s.at[r]))
+                        write = sums[2] + write
                     plgpu.commit_smem()  # loads come before the copy that refills the slot
                     plgpu.barrier_arrive(tile_free.at[r])
-                    if c == 0:
+                    if sums is None:
+                        pl.when(m > 0)(lambda: release_previous(m))
+                    return dp, dq, write
 
-                        @pl.when(m > 0)
-                        def _():
-                            release_previous(m)
-
+                dp, dq, write = over_tiles(tile)
                 put(m, WRITE, write * cm.load_row(table.at[TO_END]))
                 dp = dp * cm.causal_decay(
                     cm.load_row(table.at[GQ]),
@@ -379,28 +387,33 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
                 plgpu.barrier_wait(full.at[slot])
                 beta = cm.load_row(table.at[BETA])
                 gamma = jnp.exp2(cm.load_row(table.at[G]))
-                da = seen = value = None
-                for c in range(tiles):
+
+                def tile(c, sums):
                     r = ring(m, c)
                     plgpu.barrier_wait(tile_full.at[r])
                     read = cm.product(k_t, s_s.at[r].T, sq)
                     dx_t = cm.load_tile(dx_s.at[r])
-                    parts = [jnp.sum(dx_t * x, axis=1) for x in (read, cm.load_tile(v_s.at[r]))]
-                    seen, value = parts if c == 0 else (seen + parts[0], value + parts[1])
+                    seen, value = (
+                        jnp.sum(dx_t * x, axis=1) for x in (read, cm.load_tile(v_s.at[r]))
+                    )
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     dv_s[...] = (dx_t * cm.per_row(beta, sq)).astype(dtype)
                     plgpu.commit_smem()
 
                     @pl.when(part == 0)
-                    def _(c=c):
+                    def _():
                         target = dv_ref.at[b, pl.ds(n * C, C), h, pl.ds(c * C, C)]
                         plgpu.copy_smem_to_gmem(dv_s, target)
 
-                    if c == 0:
+                    if sums is None:
                         da = cm.product(dx_s.at[r], u_s.at[r].T, sq)
                     else:
-                        da = cm.accumulate(da, (dx_s.at[r], u_s.at[r].T))
+                        da = cm.accumulate(sums[0], (dx_s.at[r], u_s.at[r].T))
+                        seen, value = sums[1] + seen, sums[2] + value
                     plgpu.barrier_arrive(tile_free.at[r])
+                    return da, seen, value
+
+                da, seen, value = over_tiles(tile)
                 seen = seen * gamma
                 da = da * cm.causal_decay(
                     cm.load_row(table.at[G]),
@@ -438,23 +451,23 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
                 plgpu.barrier_wait(full.at[slot])
                 to_end = cm.per_row(cm.load_row(table.at[TO_END]), sq)
                 read = cm.per_row(-cm.load_row(table.at[BETA_GAMMA]), sq)
-                dk, state = cm.zeros((C, width)), None
-                for c in range(tiles):
+
+                def tile(c, sums):
+                    dk = cm.zeros((C, width)) if sums is None else sums[0]
                     r = ring(m, c)
                     plgpu.barrier_wait(tile_full.at[r])
                     u_t = (cm.load_tile(u_s.at[r]) * to_end).astype(dtype)
                     dx_t = (cm.load_tile(dx_s.at[r]) * read).astype(dtype)
                     dk = cm.accumulate(dk, (u_t, ds_s.at[r]), (dx_t, s_s.at[r]))
-                    part = jnp.sum(cm.load_tile(s_s.at[r]) * cm.load_tile(ds_s.at[r]), axis=1)
-                    state = part if state is None else state + part
+                    state = jnp.sum(cm.load_tile(s_s.at[r]) * cm.load_tile(ds_s.at[r]), axis=1)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(tile_free.at[r])
-                    if c == 0:
+                    if sums is None:
+                        pl.when(m > 0)(lambda: release_previous(m))
+                        return dk, state
+                    return dk, sums[1] + state
 
-                        @pl.when(m > 0)
-                        def _():
-                            release_previous(m)
-
+                dk, state = over_tiles(tile)
                 put(m, STATE, state)
                 plgpu.barrier_wait(dp_ready)
                 plgpu.barrier_wait(da_ready)
@@ -493,11 +506,13 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
                 plgpu.copy_gmem_to_smem(k_ref.at[b, rows, hq, keys], k_s.at[slot], full.at[slot])
                 plgpu.copy_gmem_to_smem(table_ref.at[b, h, n], table_s.at[slot], full.at[slot])
                 plgpu.copy_gmem_to_smem(q_ref.at[b, rows, hq, keys], q_s.at[slot], full.at[slot])
-                for c in range(tiles):
+
+                @pl.loop(0, tiles)
+                def _(c):
                     r = ring(m, c)
 
                     @pl.when(m * tiles + c >= 2)
-                    def _(r=r):
+                    def _():
                         plgpu.barrier_wait(tile_free.at[r])
 
                     cols, bar = pl.ds(c * C, C), tile_full.at[r]
@@ -568,6 +583,7 @@ def along_shares(sums, tables, scale):
     return sums[:, :, :, Q_DQ] * q_square, sums[:, :, :, K_DK] * k_square
 
 
+@cm.traced_once()
 def gate_gradients(sums, tables):
     """dg float32 [B, H, N, 64] from the sums of ``token_gradients``.
 

@@ -229,6 +229,7 @@ def _write_table(table_s, token: _Token, k_norm, sums_s, place_s):
     return total
 
 
+@cm.traced_once("heads", "scale", "bounds")
 def chunk_inverses(k, gates: Gates, heads, *, scale, bounds):
     """Gate tables, and T = (I + A)^-1 with A_ij = beta_i (k_i . k_j) exp(G_i - G_j) for j < i.
 
@@ -347,6 +348,7 @@ def chunk_inverses(k, gates: Gates, heads, *, scale, bounds):
     )(k, *given)
 
 
+@cm.traced_once("pieces", "save")
 def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
     """Chunk-to-chunk states and outputs.
 

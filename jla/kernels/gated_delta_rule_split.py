@@ -79,6 +79,7 @@ def _wanted(piece, pieces, ends):
     return (first | (piece > 0)) & (last | (piece < pieces - 1))
 
 
+@cm.traced_once("pieces", "ends")
 def piece_maps(k, v, inverses, tables, closed=None, *, pieces, ends):
     """M^T and E^T of every piece, S_out = M S_in + E.
 
@@ -209,6 +210,7 @@ def piece_maps(k, v, inverses, tables, closed=None, *, pieces, ends):
     )(k, v, inverses, tables, *([] if closed is None else [closed]))
 
 
+@cm.traced_once("pieces", "reverse")
 def scan_pieces(start, rest, diagonal, add, *, pieces, reverse=False):
     """States at the pieces' starts (ends when ``reverse``) from the maps.
 

@@ -84,11 +84,13 @@ def _core_backward(options, saved, dy):
 _core.defvjp(_core_forward, _core_backward)
 
 
+@cm.traced_once("options")
 def _forward(x, scale, gate, options):
     y: Any = forward(_rows(x), scale, _rows(gate), options)
     return _unrows(y, x.shape)
 
 
+@cm.traced_once("options")
 def _backward(x, scale, gate, dy, options):
     dx, dgate, *sums = backward(_rows(x), scale, _rows(gate), _rows(dy), options)
     dscale = jnp.sum(sums[0], 0) if sums else None

@@ -24,6 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jla.kernels import common as cm
+
 F32 = jnp.float32
 CHUNK = 64
 SMEM_BYTES = 232448  # per block on sm_90
@@ -211,6 +213,7 @@ def _meet(barrier):
 # ---------------------------------------------------------------------------------------- forward
 
 
+@cm.traced_once("scale", "per_piece", "marked", "interpret")
 def forward(q, k, v, gates, weights, starts, *, scale, per_piece, marked, interpret=None):
     """Outputs and final states; one block walks one piece of a row's chunks.
 
@@ -595,6 +598,7 @@ def walk(
 # -------------------------------------------------------------------------------------- gradients
 
 
+@cm.traced_once("scale", "splits", "per_block", "marked", "interpret")
 def gradients(
     q, k, v, do, states, gates, weights, *, scale, splits, per_block, marked, interpret=None
 ):

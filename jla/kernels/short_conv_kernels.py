@@ -33,6 +33,7 @@ def strip_width(channels):
     return next((width for width in (256, 128) if channels % width == 0), 0)
 
 
+@cm.traced_once("silu")
 def forward(x, kernel, bias, state, ids, *, silu):
     """Outputs [B, T, D] in x's dtype.
 
@@ -89,6 +90,7 @@ def forward(x, kernel, bias, state, ids, *, silu):
     return _launch(body, "short_conv_forward", out, scratch, STAGES, inputs)
 
 
+@cm.traced_once("silu")
 def backward(x, dy, kernel, bias, state, ids, *, silu):
     """Gradients dx, partial sums of those of the filter, and of the initial state.
 

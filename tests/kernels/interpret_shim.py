@@ -32,12 +32,15 @@ def supported():
 def interpreted(races=True):
     """Every Mosaic GPU kernel traced inside runs in the interpreter on the CPU."""
     install()
+    jax.clear_caches()  # of what was traced outside
     try:
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=races)):
             yield
     except BaseException:
         entry.reset_gpu_interpret_mode_state()  # else the next kernel of the process fails too
         raise
+    finally:
+        jax.clear_caches()
 
 
 @functools.cache
