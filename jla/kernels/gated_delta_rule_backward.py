@@ -292,10 +292,10 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
 
         def over_tiles(tile):
             """``tile(c, sums)`` for every tile of values, with None as the first one's sums."""
-            sums = tile(0, None)
-            if tiles > 2:  # unrolled, many tiles take seconds to compile
-                return lax.fori_loop(1, tiles, tile, sums)
-            return tile(1, sums) if tiles == 2 else sums
+            sums = None
+            for c in range(tiles):
+                sums = tile(c, sums)
+            return sums
 
         def put(m, row, vector):
             b, n, h, part = place(m)
@@ -507,12 +507,11 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
                 plgpu.copy_gmem_to_smem(table_ref.at[b, h, n], table_s.at[slot], full.at[slot])
                 plgpu.copy_gmem_to_smem(q_ref.at[b, rows, hq, keys], q_s.at[slot], full.at[slot])
 
-                @pl.loop(0, tiles)
-                def _(c):
+                for c in range(tiles):
                     r = ring(m, c)
 
                     @pl.when(m * tiles + c >= 2)
-                    def _():
+                    def _(r=r):
                         plgpu.barrier_wait(tile_free.at[r])
 
                     cols, bar = pl.ds(c * C, C), tile_full.at[r]
