@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-import jax
+import helpers
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -103,6 +103,7 @@ _retention = partial(MultiScaleRetention, hidden_size=HIDDEN)
 _slots = partial(GatedSlotAttention, hidden_size=HIDDEN)
 _linear = partial(LinearAttention, hidden_size=HIDDEN)
 _softmax = partial(Mixer, other_impl="chunk", meaningful=filled_slots)
+_channels = partial(Mixer, other_impl="chunk")
 
 MIXERS: dict[str, Mixer] = {
     "gdn": Mixer(partial(_delta, expand_v=1.5, num_v_heads=6)),
@@ -201,8 +202,10 @@ MIXERS: dict[str, Mixer] = {
     "hgrn2-plain": Mixer(
         partial(HGRN2Attention, hidden_size=HIDDEN, num_heads=3, expand_ratio=None), variant=True
     ),
-    "hgrn": Mixer(partial(HGRNAttention, hidden_size=HIDDEN, expand_ratio=2, use_short_conv=True)),
-    "hgrn-plain": Mixer(
+    "hgrn": _channels(
+        partial(HGRNAttention, hidden_size=HIDDEN, expand_ratio=2, use_short_conv=True)
+    ),
+    "hgrn-plain": _channels(
         partial(HGRNAttention, hidden_size=HIDDEN, elementwise_affine=False), variant=True
     ),
     "gsa": Mixer(
@@ -251,8 +254,8 @@ MIXERS: dict[str, Mixer] = {
         cannot=NO_IMPL,
     ),
     "attention-nope": _softmax(partial(_attention, num_heads=3, rope_theta=None), variant=True),
-    "mamba": Mixer(partial(Mamba, HIDDEN, state_size=5, intermediate_size=20)),
-    "mamba-options": Mixer(
+    "mamba": _channels(partial(Mamba, HIDDEN, state_size=5, intermediate_size=20)),
+    "mamba-options": _channels(
         partial(
             Mamba,
             HIDDEN,
@@ -305,17 +308,8 @@ MIXERS: dict[str, Mixer] = {
 
 
 def build(row: str, **options) -> TokenMixer:
-    """The row's mixer, with every parameter moved off its initial value (zeros, ones)."""
-    mixer = MIXERS[row].build(rngs=nnx.Rngs(1), **options)
-    state = nnx.state(mixer, nnx.Param)
-    leaves, treedef = jax.tree.flatten(state)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    moved = [
-        leaf + 0.2 * jax.random.normal(key, leaf.shape).astype(leaf.dtype)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    nnx.update(mixer, jax.tree.unflatten(treedef, moved))
-    return mixer
+    """The row's mixer with random parameters."""
+    return helpers.build(lambda: MIXERS[row].build(rngs=nnx.Rngs(1), **options))
 
 
 # One row of each kind of state: a matrix with the delta rule, keys and values, a scan of channels,

@@ -42,17 +42,23 @@ def _no_hopper() -> str | None:
     return None if capability == HOPPER else f"needs compute capability {HOPPER}, got {capability}"
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items):
     # First: pytest-xdist reads the groups when its own hook runs.
+    groups = {}
     for item in items:
         # Tests of one table row share compiled functions: with `--dist loadgroup` one process
         # runs them all.
         row = getattr(item, "callspec", None) and item.callspec.params.get("row")
         group = f"{item.path.name}:{row}" if row else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
+        groups[item] = group
         if item.get_closest_marker("gpu") and _no_hopper():
             item.add_marker(pytest.mark.skip(reason=_no_hopper()))
+    yield
+    # Last, behind pytest's own order: one process alone goes through a row at a time, too.
+    first = {group: i for i, group in reversed(list(enumerate(groups.values())))}
+    items.sort(key=lambda item: first[groups[item]])
 
 
 @pytest.fixture

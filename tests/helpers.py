@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from flax import nnx
 
 # Largest error allowed, as a share of the largest entry of the expected array. Float32: sums of
 # some hundred products in another order cost a few 1e-6, recurrences feed that back, and gradients
@@ -94,6 +95,30 @@ def assert_trees_equal(actual, expected, *, what: str = ""):
 def random(seed: int, shape, dtype=np.float32, scale: float = 1.0) -> np.ndarray:
     """Standard normal numbers times ``scale``, the same on every machine."""
     return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(dtype)
+
+
+def build(make):
+    """The module that ``make()`` gives with random parameters, none at its initial 0 or 1.
+
+    Only the shapes are taken from its initialisers: they run operation by operation, and to compile
+    these takes longer than a test. Decays last for one token to some hundred, as initial ones do.
+    """
+    graphdef, state = nnx.split(nnx.eval_shape(make))
+    rng = np.random.default_rng(1)
+
+    def value(path, leaf):
+        if path[-1] == "A_log":
+            drawn = np.log(rng.uniform(0.5, 16, leaf.shape))
+        elif path[-1] == "dt_bias":
+            drawn = np.log(np.expm1(np.exp(rng.uniform(np.log(3e-3), np.log(0.1), leaf.shape))))
+        elif path[-1] == "bias" and "w_lora" in path:
+            drawn = rng.uniform(-6, 1, leaf.shape)
+        else:
+            drawn = 0.2 * rng.standard_normal(leaf.shape) + (path[-1] in ("scale", "D"))
+        return leaf.replace(jnp.asarray(drawn.astype(leaf.dtype)))
+
+    flat = [(path, value(path, leaf)) for path, leaf in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
 def host_mesh(axes: dict[str, int], *, explicit: bool) -> jax.sharding.Mesh:

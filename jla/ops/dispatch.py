@@ -13,6 +13,10 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import jax
+
+from jla.kernels import limits
+
 _pins: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
     "jla_impl", default=types.MappingProxyType({})
 )
@@ -45,7 +49,14 @@ class Choice:
         return "\n".join(lines + [f"  not {name}: {why}" for name, why in self.refused.items()])
 
 
-def select(op: str, impl: str, offers: Mapping[str, str | None], order: tuple[str, ...]) -> Choice:
+def select(
+    op: str,
+    impl: str,
+    offers: Mapping[str, str | None],
+    order: tuple[str, ...],
+    *,
+    because: str | None = None,
+) -> Choice:
     """Chooses an implementation.
 
     Args:
@@ -53,6 +64,7 @@ def select(op: str, impl: str, offers: Mapping[str, str | None], order: tuple[st
         impl: ``"auto"`` or a key of ``offers``.
         offers: implementation -> ``None`` if it can run this call, else the reason why not.
         order: what ``"auto"`` prefers, best first; the last one always runs.
+        because: why this order, where it is not the usual one.
 
     Raises:
         ValueError: unknown ``impl``.
@@ -67,12 +79,26 @@ def select(op: str, impl: str, offers: Mapping[str, str | None], order: tuple[st
     refused = {name: reason for name, reason in offers.items() if reason is not None}
     if impl == "auto":
         chosen = next(name for name in order if name not in refused)
-        return Choice(op, chosen, refused, "auto: first of " + ", ".join(order) + " that can run")
+        usual = "first of " + ", ".join(order) + " that can run"
+        return Choice(op, chosen, refused, f"auto: {because or usual}")
     if impl not in offers:
         raise ValueError(f"impl of {op} must be 'auto' or one of {sorted(offers)}, got {impl!r}")
     if impl in refused:
         raise ImplUnavailable(f"{op}: impl={impl!r} cannot run this call: {refused[impl]}")
     return Choice(op, impl, refused, why)
+
+
+def select_scan(op: str, impl: str, length: int) -> Choice:
+    """Chooses for a recurrence in every channel by itself, over ``length`` tokens.
+
+    Its chunk form is no matrix product but an associative scan: fewer steps in a row for more
+    operations, which pays where many run at once. On CPUs (``benchmarks/RESULTS.md``) it is slower.
+    """
+    offers = {"reference": None, "chunk": None, "mosaic": limits.NO_KERNEL}
+    if length > 1 and jax.default_backend() != "cpu":
+        return select(op, impl, offers, ("chunk", "reference"))
+    because = "the scan over tokens is faster on CPUs" if length > 1 else "there is one token"
+    return select(op, impl, offers, ("reference",), because=because)
 
 
 @contextlib.contextmanager

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jla.kernels import limits
 from jla.ops import segments
 from jla.ops.chunking import accumulator, from_chunks, pick_chunk, to_chunks
-from jla.ops.dispatch import Choice, select
+from jla.ops.dispatch import Choice, select_scan
 from jla.ops.recurrence import prepare_gates
 
 
@@ -51,13 +50,13 @@ def hgrn(
     """
     _check(x, g, initial_state)
     choice = choose(x, g, impl=impl)
+    chunk = pick_chunk(x.shape[1], chunk_size, "chunk_size of hgrn")
     wide = accumulator(x.dtype)
     (moved,), g = prepare_gates(segment_ids, (x.astype(wide),), g.astype(wide))
     state = jnp.zeros_like(moved[:, 0]) if initial_state is None else initial_state.astype(wide)
     if choice.impl == "reference":
         h = _token_by_token(moved, g, state)
     else:
-        chunk = pick_chunk(x.shape[1], chunk_size, "chunk_size of hgrn")
         h = _chunk_by_chunk(moved, g, state, chunk=chunk)
     o = h
     if segment_ids is not None:
@@ -71,9 +70,7 @@ def hgrn(
 
 def choose(x, *_, impl: str = "auto", **__) -> Choice:
     """Which implementation a call runs; decided from static facts only."""
-    offers = {"reference": None, "chunk": None, "mosaic": limits.NO_KERNEL}
-    order = ("reference",) if x.shape[1] == 1 else ("chunk", "reference")
-    return select("hgrn", impl, offers, order)
+    return select_scan("hgrn", impl, x.shape[1])
 
 
 @jax.jit

@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jla.kernels import limits
 from jla.ops import segments
 from jla.ops.chunking import accumulator, from_chunks, pick_chunk, to_chunks
-from jla.ops.dispatch import Choice, select
+from jla.ops.dispatch import Choice, select_scan
 from jla.ops.linear import SIMPLE_GLA, on_hopper, simple_gla
 from jla.ops.recurrence import Options, check_operands, check_shapes
 
@@ -151,8 +150,8 @@ def selective_scan(
         dt_bias: ``[D]``, added to ``dt`` first, or None.
         dt_softplus: then take the softplus.
         initial_state, output_final_state, state_positions, segment_ids, chunk_size, impl: as in
-            :class:`jla.ops.Options`, with states ``[B, D, N]``. ``"chunk"`` holds the states of one
-            chunk at a time, in the backward too.
+            :class:`jla.ops.Options`, with states ``[B, D, N]``. Of all tokens' states only one
+            chunk's are held at a time, in the backward too.
 
     Returns:
         ``(y, final_state)``; with ``state_positions`` ``(y, final_state, states)``. ``y`` is
@@ -165,6 +164,7 @@ def selective_scan(
     """
     _check_scan(x, dt, A, B, C, D, dt_bias, initial_state)
     choice = choose_selective_scan(x, impl=impl)
+    chunk = pick_chunk(x.shape[1], chunk_size, "chunk_size of selective_scan")
     dtype = accumulator(x.dtype)
     dt = step_sizes(dt, dt_bias, softplus=dt_softplus).astype(dtype)
     starts = jnp.zeros_like(x[..., 0], jnp.bool_)
@@ -180,7 +180,6 @@ def selective_scan(
     if choice.impl == "reference":
         y, final, states = _token_by_token(operands, *carried)
     else:
-        chunk = pick_chunk(x.shape[1], chunk_size, "chunk_size of selective_scan")
         y, final, states = _chunk_by_chunk(operands, *carried, chunk=chunk)
     y = (y if D is None else y + x * D).astype(x.dtype)
     outputs = (y, final if output_final_state else None)
@@ -189,9 +188,7 @@ def selective_scan(
 
 def choose_selective_scan(x, *_, impl: str = "auto", **__) -> Choice:
     """Which implementation a call of :func:`selective_scan` runs; from static facts only."""
-    offers = {"reference": None, "chunk": None, "mosaic": limits.NO_KERNEL}
-    order = ("reference",) if x.shape[1] == 1 else ("chunk", "reference")
-    return select("selective_scan", impl, offers, order)
+    return select_scan("selective_scan", impl, x.shape[1])
 
 
 def _check_scan(x, dt, A, B, C, D, dt_bias, initial_state):
@@ -229,8 +226,17 @@ def _token_by_token(operands, A, state, state_positions):
         y = jnp.einsum("bdn,bn->bd", state, C, precision="highest")
         return state, (y, None if state_positions is None else state)
 
-    inputs = jax.tree.map(lambda each: jnp.moveaxis(each, 1, 0), operands)
-    state, (y, states) = lax.scan(token, state, inputs)
+    # Recomputed in the backward: the states of all tokens would outweigh the inputs N times.
+    @jax.checkpoint
+    def piece(state, operands):
+        return lax.scan(token, state, operands)
+
+    batch, length = operands[0].shape[:2]
+    # Of equal length, to be filled up with as few steps of size 0 as can be.
+    size = -(-length // -(-length // 64))
+    cut = tuple(to_chunks(each[:, :, None], size)[:, :, 0] for each in operands)
+    state, out = lax.scan(piece, state, jax.tree.map(lambda each: jnp.moveaxis(each, 2, 1), cut))
+    y, states = jax.tree.map(lambda each: each.reshape(-1, batch, *each.shape[3:])[:length], out)
     if states is not None:
         states = segments.take_time(jnp.moveaxis(states, 0, 1), state_positions)
     return jnp.moveaxis(y, 0, 1), state, states

@@ -257,7 +257,9 @@ def _within(q, k, v, own, decay: Decay) -> Parts:
     earlier = jnp.tile(jnp.tril(decay.between(), -1), (ranks, ranks))
     # A token's own ranks stand on the diagonals of the blocks of ranks.
     blocks = jnp.moveaxis(own, -3, -1)[..., None] * jnp.eye(chunk, dtype=own.dtype)
-    blocks = jnp.swapaxes(blocks, -3, -2).reshape(earlier.shape)
+    blocks = jnp.swapaxes(blocks, -3, -2)
+    # On an Explicit mesh a reshape may join one pair of axes.
+    blocks = blocks.reshape(*blocks.shape[:-2], ranks * chunk).reshape(earlier.shape)
     return Parts(
         reads=q * tiled(decay.upto),
         scores=product("...ik,...jk->...ij", q, k, v.dtype) * earlier + blocks,

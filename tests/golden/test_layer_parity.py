@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_close
+from helpers import assert_close, build
 from safetensors.numpy import load_file
 
 import golden
@@ -29,8 +29,8 @@ def row(request):
 @functools.lru_cache(maxsize=2)
 def load_mixer(folder, param_dtype=jnp.float32):
     spec = json.loads((folder / "config.json").read_text())
-    settings = dict(param_dtype=param_dtype, rngs=nnx.Rngs(0))
-    mixer = getattr(jla.layers, spec["cls"])(**spec["kwargs"], **settings)
+    make = functools.partial(getattr(jla.layers, spec["cls"]), **spec["kwargs"])
+    mixer = build(lambda: make(param_dtype=param_dtype, rngs=nnx.Rngs(0)))
     convert.load_state_dict(mixer, load_file(folder / "model.safetensors"))
     return mixer, nnx.split(mixer)
 

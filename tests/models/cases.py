@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import helpers
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from helpers import random
@@ -213,19 +213,9 @@ SAMPLE = [*FAST, "rwkv7", "samba", "mamba3", "hgrn", "transformer-window"]
 
 
 def build(config: Config, **options):
-    """A model with random parameters, none at its initial 0 or 1, made without compiling."""
+    """A model with random parameters."""
     from_config = AutoModelForCausalLM.from_config
-    model = nnx.eval_shape(lambda: from_config(config, rngs=nnx.Rngs(0), **options))
-    rng = np.random.default_rng(1)
-
-    def value(path, leaf):
-        center, width = (1.0, 0.2) if path[-1] == "scale" else (0.0, 0.2)
-        drawn = center + width * rng.standard_normal(leaf.shape)
-        return leaf.replace(jnp.asarray(drawn, leaf.dtype))
-
-    graphdef, state = nnx.split(model)
-    flat = nnx.to_flat_state(state)
-    return nnx.merge(graphdef, nnx.from_flat_state([(p, value(p, leaf)) for p, leaf in flat]))
+    return helpers.build(lambda: from_config(config, rngs=nnx.Rngs(0), **options))
 
 
 class Runner:

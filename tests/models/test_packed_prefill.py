@@ -19,7 +19,14 @@ LENGTHS = [1, 9, 4, 8]
 AHEAD = 3
 
 
-@pytest.mark.parametrize("row", ["gated_deltanet", "gated_deltanet-hybrid", "rwkv7"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param("gated_deltanet", marks=pytest.mark.slow),
+        "gated_deltanet-hybrid",
+        "rwkv7",
+    ],
+)
 def test_packed_prompts_become_a_row_each(row):
     """Logits, caches and the steps after them; in the last document padding stands inside."""
     run, ids = runner(row), tokens(5, SEGMENT_IDS.shape)

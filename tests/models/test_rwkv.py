@@ -1,5 +1,7 @@
 """RWKV models: initial values, first values across layers, checkpoints of the first version."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,30 +90,37 @@ def test_s25_every_decay_keeps_more_than_half(monkeypatch):
     assert decay.min() < 0.55 and decay.max() > 0.99
 
 
-FIRST_VALUES = ["rwkv7", "rwkv7-hybrid"]
-
-
-@pytest.mark.parametrize("row", FIRST_VALUES)
-@pytest.mark.parametrize("options", [{"remat": True}, {"scan_layers": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"remat": True, "scan_layers": True},
+        pytest.param({"remat": True}, marks=pytest.mark.slow),
+        pytest.param({"scan_layers": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("row", ["rwkv7", "rwkv7-hybrid"], scope="module")
 def test_s18_first_values_survive_recomputing_and_scanning(row, options):
     """Loss and gradients as without; in the hybrid they come from layer 1."""
-    config, ids = MODELS[row].config, tokens(1, (BATCH, LENGTH))
-
-    def measured(**options):
-        graphdef, state = nnx.split(build(config, **options))
-
-        @jax.jit
-        def run(state):
-            return jax.value_and_grad(lambda s: nnx.merge(graphdef, s)(ids, labels=ids).loss)(state)
-
-        loss, gradients = run(convert_into(graphdef, state, weights))
-        return loss, convert.to_state_dict(nnx.merge(graphdef, gradients))
-
-    weights = convert.to_state_dict(build(config))
-    loss, gradients = measured()
-    given = measured(**options)
+    loss, gradients = loss_and_gradients(row)
+    given = loss_and_gradients(row, **options)
     assert_close(given[0], loss)
     assert_trees_close(given[1], gradients, what="gradient of", times=3)
+
+
+@functools.cache
+def loss_and_gradients(row, **options):
+    """Of the row's plain weights, under FLA's names."""
+    config, ids = MODELS[row].config, tokens(1, (BATCH, LENGTH))
+    graphdef, state = nnx.split(build(config, **options))
+    weights = convert.to_state_dict(build(config))
+
+    @jax.jit
+    def run(state):
+        return jax.value_and_grad(lambda s: nnx.merge(graphdef, s)(ids, labels=ids).loss)(state)
+
+    loss, gradients = run(convert_into(graphdef, state, weights))
+    return loss, convert.to_state_dict(nnx.merge(graphdef, gradients))
 
 
 def convert_into(graphdef, state, weights):
