@@ -13,6 +13,7 @@ from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import RMSNorm, init
 from jla.ops import attention, rotate
 from jla.ops.positions import Place, locate
+from jla.ops.segments import take_time
 from jla.ops.softmax import Past, attend_past
 
 
@@ -98,8 +99,9 @@ class Attention(TokenMixer):
 
     def mix(self, x, *, segment_ids, positions, cache):
         """See :meth:`TokenMixer.mix`; the cache holds keys, values and the document's length."""
-        before = None if cache is None else cache["length"]
-        place = locate(x.shape[:2], segment_ids, before)
+        before = cache or {}
+        chosen = before.get("state_positions")
+        place = locate(x.shape[:2], segment_ids, before.get("length"), chosen)
         q, k, v = self._heads(x, place.position if positions is None else positions)
         attend = partial(
             attention,
@@ -112,6 +114,9 @@ class Attention(TokenMixer):
         )
         if cache is None:
             o, after = attend(), None
+        elif chosen is not None:
+            o = attend(past=_past(cache, cache["length"]))
+            after = _gather(cache, k, v, place.length, chosen, segment_ids)
         elif x.shape[1] == 1:
             # Written first, then read: the cache need not be copied beside the new token.
             after = _write(cache, k, v, place)
@@ -120,8 +125,10 @@ class Attention(TokenMixer):
             past = _past(cache, cache["length"])
             o, after = attend(past=past), _write(cache, k, v, place)
         if after is not None and not self._may_wrap(after):
-            overflow = after["length"] > after["k"].shape[1]
-            o = jnp.where(overflow[:, None, None, None], jnp.nan, o)
+            slots = after["k"].shape[-3]
+            # Of one document its length tells; of several, each token by itself.
+            late = (place.length > slots)[:, None] if chosen is None else place.position >= slots
+            o = jnp.where(_wide(late), jnp.nan, o)
         return self.o_proj(o.reshape(x.shape)), after
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
@@ -142,7 +149,7 @@ class Attention(TokenMixer):
         return None if wraps else slots - cache["length"]
 
     def _may_wrap(self, cache) -> bool:
-        return self.window_size is not None and cache["k"].shape[1] >= self.window_size
+        return self.window_size is not None and cache["k"].shape[-3] >= self.window_size
 
     def _heads(self, x, positions):
         split = lambda y: rearrange(y, "b t (h d) -> b t h d", d=self.head_dim)  # noqa: E731
@@ -157,10 +164,14 @@ class Attention(TokenMixer):
 
 def _past(cache, length) -> Past:
     """The cache's slots with the position each one holds; the newest of those that share a slot."""
-    slots = cache["k"].shape[1]
-    newest = cache["length"][:, None] - 1
-    positions = newest - (newest - jnp.arange(slots, dtype=jnp.int32)) % slots
+    positions = _held(cache["length"], cache["k"].shape[1])
     return Past(cache["k"], cache["v"], jnp.where(positions < 0, -1, positions), length)
+
+
+def _held(length, slots: int) -> jax.Array:
+    """The position ``[..., L]`` that each slot holds of ``length [...]`` tokens, < 0 if none."""
+    newest = length[..., None] - 1
+    return newest - (newest - jnp.arange(slots, dtype=jnp.int32)) % slots
 
 
 def _write(cache, k, v, place: Place) -> Cache:
@@ -169,3 +180,24 @@ def _write(cache, k, v, place: Place) -> Cache:
     slot = jnp.where(fresh, place.position % slots, slots)
     put = jax.vmap(lambda row, at, new: row.at[at].set(new.astype(row.dtype), mode="drop"))
     return {"k": put(cache["k"], slot, k), "v": put(cache["v"], slot, v), "length": place.length}
+
+
+def _gather(cache, k, v, length, chosen, segment_ids) -> Cache:
+    """The caches ``[B, S, ...]`` after chosen tokens, whose documents have ``length [B, S]``."""
+    positions = _held(length, cache["k"].shape[1])
+    real = jnp.ones(k.shape[:2], bool) if segment_ids is None else segment_ids != 0
+    # Of the row's real tokens, a slot's stands as far before the chosen one as in the document;
+    # one before the row's first was in the cache already, in the same slot.
+    number = take_time(jnp.cumsum(real, axis=1), chosen) - length
+    number = number[..., None] + positions
+    token = take_time(jnp.argsort(~real, axis=1), number)
+
+    def slots(old, new):
+        kept = jnp.where(_wide(number >= 0), take_time(new, token).astype(old.dtype), old[:, None])
+        return jnp.where(_wide(positions >= 0), kept, 0)
+
+    return {"k": slots(cache["k"], k), "v": slots(cache["v"], v), "length": length}
+
+
+def _wide(mask):
+    return mask[..., None, None]

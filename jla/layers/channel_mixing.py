@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jla.layers import carry
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import LerpLinear, init
 from jla.nn.check import check_choice
 from jla.nn.lora import lerp
-from jla.ops import token_shift
 from jla.ops.activation import ACTIVATIONS
 
 
@@ -24,12 +24,7 @@ class _ChannelMixing(TokenMixer):
 
     def mix(self, x, *, segment_ids, positions, cache):
         """See :meth:`TokenMixer.mix`."""
-        delta, last = token_shift(
-            x,
-            segment_ids=segment_ids,
-            initial_state=None if cache is None else cache["ffn_state"],
-            output_final_state=cache is not None,
-        )
+        delta, last = carry.shifted(x, segment_ids, cache, "ffn_state")
         return self.forward(x, delta), None if cache is None else {"ffn_state": last}
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jla.layers import heads
+from jla.layers import carry, heads
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import head_norm, init, short_convolution
 from jla.nn.check import check_choice
@@ -119,15 +119,15 @@ class DeltaNet(TokenMixer):
         q, k, v, windows = heads.project_qkv(self, x, segment_ids, cache, activation)
         if self.qk_norm == "sum":
             q, k = l1_norm(q), l1_norm(k)
-        o, state = delta_rule(
+        o, *states = delta_rule(
             q,
             k,
             v,
             self._beta(x),
             use_qk_l2norm=self.qk_norm == "l2",
-            **heads.op_options(self, segment_ids, cache),
+            **carry.op_options(self, segment_ids, cache),
         )
-        return heads.read_out(self, x, o), heads.cache_after(state, windows)
+        return heads.read_out(self, x, o), carry.cache_after(states, windows)
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
         """State ``[B, H, K, V]`` float32 and windows ``[B, W-1, D]`` of q, k, v."""

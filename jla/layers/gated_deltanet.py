@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
-from jla.layers import heads
+from jla.layers import carry, heads
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import head_norm, init, short_convolution
 from jla.nn.param import float32_param
@@ -100,16 +100,16 @@ class GatedDeltaNet(TokenMixer):
     def mix(self, x, *, segment_ids, positions, cache):
         """See :meth:`TokenMixer.mix`; the cache holds three windows and the state."""
         q, k, v, windows = heads.project_qkv(self, x, segment_ids, cache)
-        o, state = gated_delta_rule(
+        o, *states = gated_delta_rule(
             q,
             k,
             v,
             softplus_decay(self.a_proj(x), self.A_log[...], self.dt_bias[...]),
             write_strength(self.b_proj(x), self.allow_neg_eigval),
             use_qk_l2norm=True,
-            **heads.op_options(self, segment_ids, cache),
+            **carry.op_options(self, segment_ids, cache),
         )
-        return heads.read_out(self, x, o), heads.cache_after(state, windows)
+        return heads.read_out(self, x, o), carry.cache_after(states, windows)
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
         """State ``[B, Hv, K, V]`` float32 and windows ``[B, W-1, D]`` of q, k, v."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
-from jla.layers import heads
+from jla.layers import carry, heads
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import head_norm, init, short_convolution
 from jla.nn.param import float32_param
@@ -109,7 +109,7 @@ class GatedDeltaProduct(TokenMixer):
         g = None
         if self.use_forget_gate:
             g = softplus_decay(self.a_proj(x), self.A_log[...], self.dt_bias[...])
-        o, state = gated_delta_product(
+        o, *states = gated_delta_product(
             q,
             self._by_write(k, self.num_heads),
             self._by_write(v, self.num_v_heads),
@@ -117,9 +117,9 @@ class GatedDeltaProduct(TokenMixer):
             self._by_write(beta, self.num_v_heads),
             num_householder=self.num_householder,
             use_qk_l2norm=True,
-            **heads.op_options(self, segment_ids, cache),
+            **carry.op_options(self, segment_ids, cache),
         )
-        return heads.read_out(self, x, o), heads.cache_after(state, windows)
+        return heads.read_out(self, x, o), carry.cache_after(states, windows)
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
         """State ``[B, Hv, K, V]`` float32 and windows ``[B, W-1, D]`` of q, k, v."""

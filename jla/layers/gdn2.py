@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
-from jla.layers import heads
+from jla.layers import carry, heads
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import head_norm, init, low_rank, short_convolution
 from jla.nn.param import float32_param
@@ -100,7 +100,7 @@ class GatedDeltaNet2(TokenMixer):
         dt_bias = self.dt_bias[...].reshape(self.num_heads, self.head_dim)
         g = softplus_decay(self._by_key(self.f_proj(x)), self.A_log[...][:, None], dt_bias)
         erase = write_strength(self._by_key(self.b_proj(x)), self.allow_neg_eigval)
-        o, state = gdn2(
+        o, *states = gdn2(
             q,
             k,
             v,
@@ -108,9 +108,9 @@ class GatedDeltaNet2(TokenMixer):
             repeat_heads(erase, self.num_v_heads),
             write_strength(self.w_proj(x).reshape(v.shape), allow_neg_eigval=False),
             use_qk_l2norm=True,
-            **heads.op_options(self, segment_ids, cache),
+            **carry.op_options(self, segment_ids, cache),
         )
-        return heads.read_out(self, x, o), heads.cache_after(state, windows)
+        return heads.read_out(self, x, o), carry.cache_after(states, windows)
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
         """State ``[B, Hv, K, V]`` float32 and windows ``[B, W-1, D]`` of q, k, v."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 
-from jla.layers import heads
+from jla.layers import carry, heads
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import init, low_rank, short_convolution
 from jla.nn.check import check_choice
@@ -123,8 +123,8 @@ class GatedLinearAttention(TokenMixer):
         q, k, v, windows = heads.project_qkv(self, x, segment_ids, cache, identity, identity)
         q, k = (POINTWISE[self.feature_map](y) for y in (q, k))
         k, v, g = (repeat_heads(y, self.num_heads) for y in (k, v, self._log_decay(x)))
-        o, state = gla(q, k, v, g, **heads.op_options(self, segment_ids, cache))
-        return heads.read_out(self, x, o), heads.cache_after(state, windows)
+        o, *states = gla(q, k, v, g, **carry.op_options(self, segment_ids, cache))
+        return heads.read_out(self, x, o), carry.cache_after(states, windows)
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
         """State ``[B, H, K, V]`` float32 (FLA's is ``[B, H, V, K]``) and windows of q, k, v."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 
-from jla.layers import heads
+from jla.layers import carry, heads
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import RMSNorm, init, short_convolution
 from jla.nn.check import check_choice
@@ -115,15 +115,15 @@ class GatedSlotAttention(TokenMixer):
         g = jax.nn.log_sigmoid(f.astype(jnp.float32)) / self.gate_logit_normalizer
         strength = -jnp.expm1(g).astype(v.dtype)
         shared = (self.feature_map(k), jax.nn.silu(v), strength, g)
-        options: dict[str, Any] = {**heads.op_options(self, segment_ids, cache)}
+        options: dict[str, Any] = {**carry.op_options(self, segment_ids, cache)}
         if cache is not None:
             slots = cache["recurrent_state"]
             options["initial_state"] = (slots["keys"], slots["values"])
         operands = (repeat_heads(y, self.num_heads) for y in shared)
-        o, state = gsa(self.feature_map(q), *operands, scale=self.scale, **options)
+        o, *states = gsa(self.feature_map(q), *operands, scale=self.scale, **options)
         y = self.o_proj(self.g_norm(jax.nn.silu(o.reshape(x.shape))))
-        state = None if state is None else {"keys": state[0], "values": state[1]}
-        return y, heads.cache_after(state, windows)
+        pairs = [pair and {"keys": pair[0], "values": pair[1]} for pair in states]
+        return y, carry.cache_after(pairs, windows)
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
         """Slots, float32: ``keys [B, H, M, K]`` (FLA's are ``[B, H, K, M]``) and ``values
@@ -131,4 +131,4 @@ class GatedSlotAttention(TokenMixer):
         sizes = {"keys": self.head_dim, "values": self.head_v_dim}
         shape = (batch_size, self.num_heads, self.num_slots)
         slots = {name: jnp.zeros((*shape, size), jnp.float32) for name, size in sizes.items()}
-        return heads.cache_after(slots, heads.empty_windows(self, batch_size, dtype)) or {}
+        return carry.cache_after([slots], heads.empty_windows(self, batch_size, dtype)) or {}

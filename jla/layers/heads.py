@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
+from jla.layers import carry
 from jla.layers.mixer import Cache
 from jla.nn import GatedRMSNorm, ShortConvolution, convolve, head_norm, new_windows
 from jla.nn.check import check_choice
-from jla.ops import Options
 from jla.ops.activation import ACTIVATIONS
 
 
@@ -128,23 +128,19 @@ def project(
     convs = _convolutions(mixer)
     if not convs:
         return streams, None
-    before = None if cache is None else cache["conv_state"]
-    return convolve(convs, streams, segment_ids=segment_ids, windows=before)
+    before = cache or {}
+    return convolve(
+        convs,
+        streams,
+        segment_ids=segment_ids,
+        windows=before.get("conv_state"),
+        state_positions=before.get("state_positions"),
+    )
 
 
 def _convolutions(mixer) -> dict[str, ShortConvolution]:
     found = {name: value for name, value in vars(mixer).items() if name.endswith("_conv1d")}
     return {name.removesuffix("_conv1d"): convolution for name, convolution in found.items()}
-
-
-def op_options(mixer: Any, segment_ids: jax.Array | None, cache: Cache | None) -> Options:
-    """What every recurrence takes besides its operands."""
-    return Options(
-        initial_state=None if cache is None else cache["recurrent_state"],
-        output_final_state=cache is not None,
-        segment_ids=segment_ids,
-        impl=mixer.impl,
-    )
 
 
 def read_out(mixer: Any, x: jax.Array, o: jax.Array) -> jax.Array:
@@ -192,17 +188,12 @@ def gated_output_names(mixer: Any) -> dict[str, str]:
     return {"o_norm": "g_norm_swish_gate" if mixer.fused_norm else "g_norm"}
 
 
-def cache_after(state: Any, windows) -> Cache | None:
-    """The mixer's cache after a call, None where none was asked for."""
-    if state is None:
-        return None
-    return {"recurrent_state": state} | ({} if windows is None else {"conv_state": windows})
-
-
 def new_cache(mixer: Any, batch_size: int, dtype) -> Cache:
     """Zeros: the state ``[B, Hv, K, V]`` float32 and the windows ``[B, W-1, D]`` of q, k and v."""
     shape = (batch_size, mixer.num_v_heads, mixer.head_dim, mixer.head_v_dim)
-    return cache_after(jnp.zeros(shape, jnp.float32), empty_windows(mixer, batch_size, dtype))
+    return carry.cache_after(
+        [jnp.zeros(shape, jnp.float32)], empty_windows(mixer, batch_size, dtype)
+    )
 
 
 def empty_windows(mixer: Any, batch_size: int, dtype):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jla.layers import heads
+from jla.layers import carry, heads
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import GatedRMSNorm, init, short_convolution
 from jla.nn.lower_bound import log_forget_gate
@@ -91,11 +91,11 @@ class HGRNAttention(TokenMixer):
         streams, windows = heads.project(self, x, "if", segment_ids, cache)
         g = log_forget_gate(streams["f"], lower_bound)
         taken = (jax.nn.silu(streams["i"].astype(g.dtype)) * -jnp.expm1(g)).astype(x.dtype)
-        o, state = hgrn(taken, g, **heads.op_options(self, segment_ids, cache))
+        o, *states = hgrn(taken, g, **carry.op_options(self, segment_ids, cache))
         y = self.o_proj(self.g_norm(o, self.g_proj(x)))
-        return y, heads.cache_after(state, windows)
+        return y, carry.cache_after(states, windows)
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
         """State ``[B, D expand_ratio]`` float32, as FLA's, and windows of i and f."""
         state = jnp.zeros((batch_size, self.width), jnp.float32)
-        return heads.cache_after(state, heads.empty_windows(self, batch_size, dtype)) or {}
+        return carry.cache_after([state], heads.empty_windows(self, batch_size, dtype)) or {}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 
-from jla.layers import heads
+from jla.layers import carry, heads
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import RMSNorm, init, short_convolution
 from jla.nn.check import check_choice
@@ -102,9 +102,9 @@ class HGRN2Attention(TokenMixer):
         values = streams["i"]
         operands = (jax.nn.silu(streams["q"]), -jnp.expm1(g).astype(values.dtype), values, g)
         by_head = (rearrange(y, "b t (h d) -> b t h d", h=self.num_v_heads) for y in operands)
-        o, state = gla(*by_head, **heads.op_options(self, segment_ids, cache))
+        o, *states = gla(*by_head, **carry.op_options(self, segment_ids, cache))
         y = self.o_proj(self.g_norm(o.reshape(x.shape)))
-        return y, heads.cache_after(state, windows)
+        return y, carry.cache_after(states, windows)
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
         """State ``[B, H, K, D/H]`` float32 (FLA's is transposed) and windows of q, f, i."""

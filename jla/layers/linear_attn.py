@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jla.layers import heads
+from jla.layers import carry, heads
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import RMSNorm, init
 from jla.nn.check import check_choice
@@ -107,10 +107,10 @@ class LinearAttention(TokenMixer):
         k = self.feature_map_q(k) if self.tied else self.feature_map_k(k)
         q, k = (_shares(y) if on else y for y, on in ((q, self.norm_q), (k, self.norm_k)))
         k, v = (repeat_heads(y, self.num_heads) for y in (k, v))
-        options = heads.op_options(self, segment_ids, cache)
-        o, state = linear_attn(q, k, v, normalize=self.normalize, **options)
+        options = carry.op_options(self, segment_ids, cache)
+        o, *states = linear_attn(q, k, v, normalize=self.normalize, **options)
         o = o if self.norm is None else self.norm(o)
-        return self.o_proj(o.reshape(*x.shape[:2], -1)), heads.cache_after(state, None)
+        return self.o_proj(o.reshape(*x.shape[:2], -1)), carry.cache_after(states)
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
         """State float32 ``[B, H, features of K, V]``, as FLA's; with ``do_feature_map_norm`` it has

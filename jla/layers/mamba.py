@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jla.layers import carry
 from jla.layers.mixer import Cache, TokenMixer
 from jla.layers.state_space import check_switches
 from jla.nn import ShortConvolution, init
@@ -112,12 +113,11 @@ class Mamba(TokenMixer):
     def mix(self, x, *, segment_ids, positions, cache):
         """See :meth:`TokenMixer.mix`; the cache holds the window and the state."""
         x, gate = jnp.split(self.in_proj(x), 2, axis=-1)
-        window = None if cache is None else cache["conv_state"]
-        x, window = self.conv1d(x, segment_ids=segment_ids, window=window)
+        x, window = carry.filtered(self.conv1d, x, segment_ids, cache)
         ends = (self.dt_rank, self.dt_rank + self.state_size)
         low, B, C = jnp.split(self.x_proj(x), ends, axis=-1)
         steps, dt_bias = self._steps(low)
-        y, state = selective_scan(
+        y, *states = selective_scan(
             x,
             steps,
             -jnp.exp(self.A_log[...]),
@@ -126,13 +126,10 @@ class Mamba(TokenMixer):
             self.D[...],
             dt_bias=dt_bias,
             dt_softplus=True,
-            initial_state=None if cache is None else cache["recurrent_state"],
-            output_final_state=cache is not None,
-            segment_ids=segment_ids,
-            impl=self.impl,
+            **carry.op_options(self, segment_ids, cache),
         )
         y = self.out_proj(y * jax.nn.silu(gate))
-        return y, None if cache is None else {"recurrent_state": state, "conv_state": window}
+        return y, carry.cache_after(states, window)
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
         """State ``[B, D', N]`` float32 and window ``[B, W-1, D']``."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jla.layers import carry
 from jla.layers.mixer import Cache, TokenMixer
 from jla.layers.state_space import check_switches, count_heads
 from jla.nn import GatedRMSNorm, ShortConvolution, init
@@ -129,10 +130,9 @@ class Mamba2(TokenMixer):
         """See :meth:`TokenMixer.mix`; the cache holds the window and the state."""
         inner, groups = self.intermediate_size, self.n_groups * self.state_size
         gate, x, dt = jnp.split(self.in_proj(x), (inner, 2 * inner + 2 * groups), axis=-1)
-        window = None if cache is None else cache["conv_state"]
-        x, window = self.conv1d(x, segment_ids=segment_ids, window=window)
+        x, window = carry.filtered(self.conv1d, x, segment_ids, cache)
         x, B, C = jnp.split(x, (inner, inner + groups), axis=-1)
-        y, state = ssd(
+        y, *states = ssd(
             x.reshape(*x.shape[:2], -1, self.head_dim),
             dt,
             -jnp.exp(self.A_log[...]),
@@ -142,15 +142,12 @@ class Mamba2(TokenMixer):
             dt_bias=self.dt_bias[...],
             dt_softplus=True,
             dt_limit=self.dt_limit,
-            initial_state=None if cache is None else cache["recurrent_state"],
-            output_final_state=cache is not None,
-            segment_ids=segment_ids,
-            impl=self.impl,
+            **carry.op_options(self, segment_ids, cache),
         )
         y = y.reshape(gate.shape)
         y = y * jax.nn.silu(gate) if self.norm is None else self.norm(y, gate)
         y = self.out_proj(y)
-        return y, None if cache is None else {"recurrent_state": state, "conv_state": window}
+        return y, carry.cache_after(states, window)
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
         """State ``[B, H, N, P]`` float32 and window ``[B, W-1, D' + 2 G N]``."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 
+from jla.layers import carry
 from jla.layers.mixer import Cache, TokenMixer
 from jla.layers.state_space import count_heads
 from jla.nn import GatedRMSNorm, RMSNorm, init
@@ -122,7 +123,10 @@ class Mamba3(TokenMixer):
         z, x, B, C, dt, rate, trap, angles = jnp.split(self.in_proj(x), ends, axis=-1)
         z, x = (rearrange(each, "b t (h p) -> b t h p", p=self.head_dim) for each in (z, x))
         rate = jax.nn.softplus(rate.astype(jnp.float32))
-        y, state = mamba3(
+        options: dict[str, Any] = {**carry.op_options(self, segment_ids, cache)}
+        if cache is not None:
+            options["initial_state"] = Mamba3State(**cache["recurrent_state"])
+        y, *states = mamba3(
             x,
             jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...]),
             -jnp.maximum(rate, self.A_floor),
@@ -134,13 +138,10 @@ class Mamba3(TokenMixer):
             self.mimo_x[...] if self.is_mimo else None,
             # Upstream's kernels of one rank turn neighbours, those of several turn halves.
             interleaved=not self.is_mimo,
-            initial_state=None if cache is None else Mamba3State(**cache["recurrent_state"]),
-            output_final_state=cache is not None,
-            segment_ids=segment_ids,
-            impl=self.impl,
+            **options,
         )
         y = self.out_proj(self._read_out(y, z))
-        return y, None if cache is None else {"recurrent_state": state._asdict()}
+        return y, carry.cache_after([state and state._asdict() for state in states])
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
         """Zeros, float32: ``angle [B, H, S]``, ``ssm [B, H, N, P]``, ``k [B, H, R, N]``, ``v [B, H,

@@ -50,7 +50,9 @@ class TokenMixer(nnx.Module, abc.ABC):
         """The mixing itself, pure: ``x [B, T, D]`` to ``y [B, T, D]`` and the state after it.
 
         ``cache`` is what :meth:`new_state` made (zeros: nothing seen), or None for none wanted.
-        What the mixer ``takes`` besides comes as further keyword arguments.
+        With ``state_positions`` in it besides, int ``[B, S]``, the states after these real tokens
+        are wanted, every leaf ``[B, S, ...]`` (see :mod:`jla.layers.carry`). What the mixer
+        ``takes`` besides comes as further keyword arguments.
         """
 
     @abc.abstractmethod
@@ -73,6 +75,7 @@ class TokenMixer(nnx.Module, abc.ABC):
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         cache: Cache | None = None,
+        ends: segments.Ends | None = None,
         shared: Mapping[str, Any] | None = None,
         **inputs: jax.Array,
     ) -> Any:
@@ -91,6 +94,8 @@ class TokenMixer(nnx.Module, abc.ABC):
                 document are counted if None.
             segment_ids: int ``[..., T]``, 0 = padding, a change = new document.
             cache: what :meth:`new_cache` or an earlier call returned; any T >= 1.
+            ends: of documents (:func:`jla.ops.document_ends`): the new cache then has a row for
+                each of these, as if it had been read alone, in place of one for each row.
             shared: what earlier layers of the model handed on, each value ``[..., T, X]``; ``{}``
                 at the first.
             **inputs: what the mixer ``takes`` besides.
@@ -118,12 +123,13 @@ class TokenMixer(nnx.Module, abc.ABC):
         if positions is not None:
             positions = jnp.broadcast_to(positions, (*lead, x.shape[1])).reshape(x.shape[:2])
         segment_ids = self._documents(segment_ids, mask, lead, x)
+        _check_ends(ends, cache, x)
         decode = self.decode if decode is None else decode
         run = self._decode if decode and cache is None else self._run
         flat = lambda value: value.reshape(*x.shape[:2], *value.shape[len(lead) + 1 :])  # noqa: E731
         handed = jax.tree.map(flat, dict(shared or {}))
         more = {**inputs, "shared": handed} if self.shares else inputs
-        y, cache_after = run(x, segment_ids, positions, cache, more)
+        y, cache_after = run(x, segment_ids, positions, cache, ends, more)
         outputs = [y.reshape(inputs_q.shape)]
         outputs += [] if cache is None else [cache_after]
         if shared is not None:
@@ -215,8 +221,8 @@ class TokenMixer(nnx.Module, abc.ABC):
         padding = segments.check_segment_ids(padding, shape, x)
         return padding if segment_ids is None else jnp.where(padding != 0, segment_ids, 0)
 
-    def _run(self, x, segment_ids, positions, cache, more):
-        state = last_id = None
+    def _run(self, x, segment_ids, positions, cache, ends, more):
+        given = state = last_id = None
         if cache is not None:
             self._check_cache(cache, x.shape[0])
             cache = jax.tree.map(lambda leaf: _with_rows_of(x, leaf), cache)
@@ -228,16 +234,30 @@ class TokenMixer(nnx.Module, abc.ABC):
             else:
                 restart, last_id = segments.resume(segment_ids, last_id)
                 state = jax.tree.map(lambda leaf: _clear(leaf, restart), state)
-        y, after = self.mix(x, segment_ids=segment_ids, positions=positions, cache=state, **more)
+            given = state if ends is None else {**state, "state_positions": ends.time}
+        y, after = self.mix(x, segment_ids=segment_ids, positions=positions, cache=given, **more)
         if segment_ids is not None:
             y = jnp.where((segment_ids != 0)[..., None], y, 0)
         if state is None:
             return y, None
+        if ends is not None:
+            # Each document is one by itself now, of the id of rows without any.
+            after, last_id = self._select(after, state, ends), jnp.ones_like(ends.rows)
         # A cache keeps its dtypes, so that it can be carried by a loop.
         after = jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
         return y, {**after, "segment_id": last_id}
 
-    def _decode(self, x, segment_ids, positions, _, more):
+    def _select(self, after, before, ends):
+        """The rows wanted of states ``[B, S, ...]``."""
+        for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+            if new.shape != (*ends.time.shape, *old.shape[1:]):
+                raise ValueError(
+                    f"{type(self).__name__} gives no states after chosen tokens: mix must honour "
+                    "the state_positions in its cache"
+                )
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[ends.rows], after)
+
+    def _decode(self, x, segment_ids, positions, _, __, more):
         if getattr(self, "cache", None) is None:
             raise ValueError(
                 "decode=True needs a cache: call init_cache(input_shape) first, or "
@@ -245,7 +265,7 @@ class TokenMixer(nnx.Module, abc.ABC):
             )
         is_variable = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
         before = jax.tree.map(lambda v: v[...], self.cache, is_leaf=is_variable)
-        y, after = self._run(x, segment_ids, positions, before, more)
+        y, after = self._run(x, segment_ids, positions, before, None, more)
         jax.tree.map(_assign, self.cache, after, is_leaf=is_variable)
         return y, None
 
@@ -273,6 +293,17 @@ class TokenMixer(nnx.Module, abc.ABC):
                     f"cache{jax.tree_util.keystr(path)} has shape {jnp.shape(given)}, "
                     f"{type(self).__name__} with a batch of {batch} needs {want.shape}"
                 )
+
+
+def _check_ends(ends, cache, x):
+    if ends is None:
+        return
+    if cache is None:
+        raise ValueError("ends needs a cache: it tells which rows that has after the call")
+    if ends.time.ndim != 2 or ends.time.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"ends.time must be [B, S] of the inputs' {x.shape[0]} rows, got {ends.time.shape}"
+        )
 
 
 def _clear(leaf, restart):

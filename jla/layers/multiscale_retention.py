@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
-from jla.layers import heads
+from jla.layers import carry, heads
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import init, short_convolution
 from jla.nn.check import check_choice
@@ -115,13 +115,15 @@ class MultiScaleRetention(TokenMixer):
 
     def mix(self, x, *, segment_ids, positions, cache):
         """See :meth:`TokenMixer.mix`; the cache holds state, windows and the document's length."""
-        place = locate(x.shape[:2], segment_ids, None if cache is None else cache["length"])
+        before = cache or {}
+        at = before.get("state_positions")
+        place = locate(x.shape[:2], segment_ids, before.get("length"), at)
         positions = place.position if positions is None else positions
         q, k, v, windows = heads.project_qkv(self, x, segment_ids, cache, identity, identity)
         q, k = (rotate(POINTWISE[self.feature_map](y), positions) for y in (q, k))
         k, v = (repeat_heads(y, self.num_heads) for y in (k, v))
-        o, state = retention(q, k, v, **heads.op_options(self, segment_ids, cache))
-        after = heads.cache_after(state, windows)
+        o, *states = retention(q, k, v, **carry.op_options(self, segment_ids, cache))
+        after = carry.cache_after(states, windows)
         return heads.read_out(self, x, o), after and {"length": place.length, **after}
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 
-from jla.layers import heads
+from jla.layers import carry, heads
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import GroupNorm, LerpLinear, LoRA, init
 from jla.nn.check import check_choice
 from jla.nn.lora import lerp
-from jla.ops import rwkv6, token_shift
+from jla.ops import rwkv6
 from jla.ops.activation import ACTIVATIONS
 
 STREAMS = "rwkvg"
@@ -123,30 +123,21 @@ class RWKV6Attention(TokenMixer):
 
     def mix(self, x, *, segment_ids, positions, cache):
         """See :meth:`TokenMixer.mix`; the cache holds the state and the last token."""
-        before = {} if cache is None else cache
-        delta, last = token_shift(
-            x,
-            segment_ids=segment_ids,
-            initial_state=before.get("conv_state"),
-            output_final_state=cache is not None,
-        )
+        delta, last = carry.shifted(x, segment_ids, cache)
         shares = zip(STREAMS, self._shares(x, delta), strict=True)
         y = {name: getattr(self, f"{name}_proj")(lerp(x, delta, share)) for name, share in shares}
         r, k, v = (self._split(y[name]) for name in "rkv")
-        o, state = rwkv6(
+        o, *states = rwkv6(
             r,
             k,
             v,
             -jnp.exp(self._split(y["w"].astype(jnp.promote_types(x.dtype, jnp.float32)))),
             self.bonus[...],
-            initial_state=before.get("recurrent_state"),
-            output_final_state=cache is not None,
-            segment_ids=segment_ids,
-            impl=self.impl,
+            **carry.op_options(self, segment_ids, cache),
         )
         gate = ACTIVATIONS[self.gate_fn](y["g"])
         y = self.o_proj(self.g_norm(o.reshape(gate.shape)) * gate)
-        return y, None if cache is None else {"recurrent_state": state, "conv_state": last}
+        return y, carry.cache_after(states, last)
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
         """State ``[B, H, K, V]`` float32 (FLA's layout) and the last token ``[B, D]``."""

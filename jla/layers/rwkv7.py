@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 
-from jla.layers import heads
+from jla.layers import carry, heads
 from jla.layers.mixer import Cache, TokenMixer
 from jla.nn import GroupNorm, LoRA, init
 from jla.nn.lora import lerp
-from jla.ops import l2_norm, rwkv7, token_shift
+from jla.ops import l2_norm, rwkv7
 
 STRONGEST = -math.exp(-0.5)  # log decay: a step keeps more than e^-0.6065 = 0.545 of the state
 STREAMS = "rwkvag"
@@ -142,13 +142,7 @@ class RWKV7Attention(TokenMixer):
     def mix(self, x, *, segment_ids, positions, cache, shared: dict[str, Any] | None = None):
         """See :meth:`TokenMixer.mix`; the cache holds the state and the last token."""
         shared = {} if shared is None else shared
-        before = {} if cache is None else cache
-        delta, last = token_shift(
-            x,
-            segment_ids=segment_ids,
-            initial_state=before.get("conv_state"),
-            output_final_state=cache is not None,
-        )
+        delta, last = carry.shifted(x, segment_ids, cache)
         mixed = {name: lerp(x, delta, getattr(self, f"x_{name}")) for name in STREAMS}
         a = _sigmoid(self.a_lora(mixed["a"]))
         v = self._values(mixed["v"], shared)
@@ -157,22 +151,19 @@ class RWKV7Attention(TokenMixer):
         k = (k * (1 + (a - 1) * self.k_a[...])).astype(k.dtype)
         r, k, v, a = map(self._split, (self.r_proj(mixed["r"]), k, v, a))
         w = self._split(STRONGEST * _sigmoid(self.w_lora(mixed["w"])))
-        o, state = rwkv7(
+        o, *states = rwkv7(
             r,
             w,
             k,
             v,
             -removed,
             removed * a,
-            initial_state=before.get("recurrent_state"),
-            output_final_state=cache is not None,
-            segment_ids=segment_ids,
-            impl=self.impl,
+            **carry.op_options(self, segment_ids, cache),
         )
         o = self.g_norm(o.reshape(*x.shape[:2], -1)).reshape(o.shape)
         o = o + jnp.sum(r * k * self.r_k[...].astype(k.dtype), axis=-1, keepdims=True) * v
         y = self.o_proj(o.reshape(*x.shape[:2], -1) * self.g_lora(mixed["g"]))
-        return y, None if cache is None else {"recurrent_state": state, "conv_state": last}
+        return y, carry.cache_after(states, last)
 
     def new_state(self, batch_size: int, max_length: int | None, dtype) -> Cache:
         """State ``[B, H, K, V]`` float32 and the last token ``[B, D]``."""

@@ -85,7 +85,7 @@ class Block(nnx.Module):
         """A norm of the family, the one behind the last block too."""
         return rms_norm(config, param_dtype)
 
-    def __call__(self, x, shared, *, segment_ids, positions, cache, inputs):
+    def __call__(self, x, shared, *, segment_ids, positions, cache, ends, inputs):
         """``x [B, T, D]``, what earlier layers share and this block's cache, to the three after it.
 
         ``shared`` is a dict: ``sums`` of the attention residuals, and what mixers hand on (see
@@ -103,7 +103,7 @@ class Block(nnx.Module):
                     segment_ids=segment_ids, positions=positions, shared=shared
                 )
                 call |= {name: inputs[name] for name in sublayer.takes & inputs.keys()}
-                y, *kept, shared = sublayer(h, cache=own, **call)
+                y, *kept, shared = sublayer(h, cache=own, ends=ends, **call)
                 if kept:
                     after[name] = kept[0]
             else:

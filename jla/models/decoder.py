@@ -18,6 +18,7 @@ from jla.models.block import Block, Settings, read_residuals, residual_query, rm
 from jla.models.config import Config
 from jla.models.layout import Run, stack_alike
 from jla.nn import init
+from jla.ops.segments import Ends
 
 MixerFactory = Callable[..., TokenMixer]
 
@@ -125,10 +126,14 @@ class Decoder(nnx.Module):
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         cache: Any = None,
+        ends: Ends | None = None,
         inputs_embeds: jax.Array | None = None,
         output_hidden_states: bool = False,
     ) -> DecoderOutput:
         """Runs the stack on ``input_ids`` int ``[B, T]`` or ``inputs_embeds [B, T, D]``.
+
+        With ``ends`` the cache afterwards has a row per document, see
+        :class:`jla.layers.TokenMixer`.
 
         Raises:
             ValueError: both or neither input given, a concrete id outside the vocabulary, or a
@@ -144,7 +149,7 @@ class Decoder(nnx.Module):
                 f"cache has {len(cache)} entries, this model's has {len(self.layers)}: "
                 "it was made by another model"
             )
-        call = dict(segment_ids=segment_ids, positions=positions)
+        call = dict(segment_ids=segment_ids, positions=positions, ends=ends)
         given = self.layer_inputs()
         inputs = [_rows(given, block.layer_ids) for block in self.layers]
         caches: list[Any] = [None] * len(self.layers) if cache is None else list(cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,12 +63,14 @@ class ShortConvolution(nnx.Module):
         *,
         segment_ids: jax.Array | None = None,
         window: jax.Array | None = None,
+        state_positions: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """``[B, T, D]`` and the window ``[B, W-1, D]`` before it to output and new window.
 
-        The new window is None where none was given, else in the given one's dtype.
+        The new window is None where none was given, else in the given one's dtype; with
+        ``state_positions`` int ``[B, S]`` it is the windows ``[B, S, W-1, D]`` after these tokens.
         """
-        y, after = causal_conv1d(
+        y, *after = causal_conv1d(
             x,
             self.kernel[...],
             None if self.bias is None else self.bias[...],
@@ -75,10 +78,9 @@ class ShortConvolution(nnx.Module):
             segment_ids=segment_ids,
             initial_state=window,
             output_final_state=window is not None,
+            state_positions=state_positions,
         )
-        if window is None or after is None:
-            return y, None
-        return y, after.astype(window.dtype)
+        return y, None if window is None else after[-1].astype(window.dtype)
 
     def new_window(self, batch_size: int, dtype) -> jax.Array:
         """The window before any token: zeros ``[B, W-1, D]``."""
@@ -102,16 +104,19 @@ def convolve(
     *,
     segment_ids: jax.Array | None = None,
     windows: Streams | None = None,
+    state_positions: jax.Array | None = None,
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array] | None]:
     """Each named stream ``[B, T, D]`` through its own convolution.
 
     Returns:
-        The filtered streams and, where ``windows`` are given, the windows after them.
+        The filtered streams and, where ``windows`` are given, the windows after them, or after
+        chosen tokens (see :class:`ShortConvolution`).
     """
+    call: dict[str, Any] = dict(segment_ids=segment_ids, state_positions=state_positions)
     y, after = {}, {}
     for name, conv in convs.items():
         window = None if windows is None else windows[name]
-        y[name], after[name] = conv(streams[name], segment_ids=segment_ids, window=window)
+        y[name], after[name] = conv(streams[name], window=window, **call)
     return y, None if windows is None else after
 
 

@@ -13,7 +13,12 @@ from jla.ops.loss import cross_entropy, l2_warp, shift_labels
 from jla.ops.norm import l1_norm, l2_norm, layer_norm, rms_norm
 from jla.ops.recurrence import Options
 from jla.ops.rotary import rotate
-from jla.ops.segments import cu_seqlens_from_segment_ids, segment_ids_from_cu_seqlens
+from jla.ops.segments import (
+    Ends,
+    cu_seqlens_from_segment_ids,
+    document_ends,
+    segment_ids_from_cu_seqlens,
+)
 from jla.ops.slots import gsa
 from jla.ops.softmax import attention
 from jla.ops.ssm import selective_scan, ssd
@@ -21,6 +26,7 @@ from jla.ops.trapezoidal import Mamba3State, mamba3
 
 __all__ = [
     "Choice",
+    "Ends",
     "ImplUnavailable",
     "Mamba3State",
     "Options",
@@ -29,6 +35,7 @@ __all__ = [
     "cross_entropy",
     "cu_seqlens_from_segment_ids",
     "delta_rule",
+    "document_ends",
     "dplr_delta_rule",
     "explain",
     "fused_linear_cross_entropy",

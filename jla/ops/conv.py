@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,9 @@ def causal_conv1d(
     segment_ids: jax.Array | None = None,
     initial_state: jax.Array | None = None,
     output_final_state: bool = False,
+    state_positions: jax.Array | None = None,
     impl: str = "auto",
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Any, ...]:
     """Each channel is filtered by its own taps, over the last W real tokens of its document.
 
     ``y_t = act(sum_i kernel[i] * x_{t-W+1+i} + bias)``, the last tap meets the current token. Taps
@@ -40,11 +42,12 @@ def causal_conv1d(
         initial_state: ``[B, W-1, D]``, the last inputs of the row's first document, oldest first,
             zeros where it is shorter; zeros if None.
         output_final_state: also return the window after the row's last real token.
+        state_positions: int ``[B, S]``: also return the windows after these tokens of the row.
         impl: ``"auto"``, ``"reference"`` or ``"mosaic"`` (Hopper kernel).
 
     Returns:
         ``y [B, T, D]`` in x's dtype, 0 at padding, and the window ``[B, W-1, D]`` in x's dtype (or
-        None).
+        None); with ``state_positions`` also the windows ``[B, S, W-1, D]``.
 
     Raises:
         ValueError: shapes that disagree, or an unknown activation.
@@ -56,10 +59,12 @@ def causal_conv1d(
     if initial_state is not None:
         initial_state = initial_state.astype(x.dtype)
     run = _on_hopper if choose(x, kernel, impl=impl).impl == "mosaic" else _convolve
-    return run(
-        x, kernel, bias, segment_ids, initial_state,
-        activation=activation, output_final_state=output_final_state,
-    )  # fmt: skip
+    y = run(x, kernel, bias, segment_ids, initial_state, activation=activation)
+    before = _or_zeros(initial_state, x, kernel)
+    final = _final_window(x, before, segment_ids) if output_final_state else None
+    if state_positions is None:
+        return y, final
+    return y, final, _windows(x, before, segment_ids, state_positions)
 
 
 def choose(x, kernel, *_, impl: str = "auto", **__) -> Choice:
@@ -71,25 +76,19 @@ def choose(x, kernel, *_, impl: str = "auto", **__) -> Choice:
 
 
 # Compiled as one, so that calls outside of jit do not run operation by operation.
-_jit = partial(jax.jit, static_argnames=("activation", "output_final_state"))
-
-
-@_jit
-def _on_hopper(x, kernel, bias, segment_ids, state, *, activation, output_final_state):
+@partial(jax.jit, static_argnames="activation")
+def _on_hopper(x, kernel, bias, segment_ids, state, *, activation):
     from jla.kernels import short_conv as kernels
 
     def run(x, kernel, bias, state, ids):
         rest = dict(segment_ids=ids, initial_state=state)
         return kernels.short_conv(x, kernel, bias, silu=activation is not None, **rest)
 
-    y = per_device(run, kernels.FORWARD, 0, x, kernel, bias, state, segment_ids)
-    if not output_final_state:
-        return y, None
-    return y, _final_window(x, _or_zeros(state, x, kernel), segment_ids)
+    return per_device(run, kernels.FORWARD, 0, x, kernel, bias, state, segment_ids)
 
 
-@_jit
-def _convolve(x, kernel, bias, segment_ids, state, *, activation, output_final_state):
+@partial(jax.jit, static_argnames="activation")
+def _convolve(x, kernel, bias, segment_ids, state, *, activation):
     length, width = x.shape[1], kernel.shape[0]
     state = _or_zeros(state, x, kernel)
     if segment_ids is not None:
@@ -106,7 +105,7 @@ def _convolve(x, kernel, bias, segment_ids, state, *, activation, output_final_s
     y = ACTIVATIONS[activation](y).astype(x.dtype)
     if segment_ids is not None:
         y = jnp.where((segment_ids != 0)[..., None], y, 0)
-    return y, _final_window(x, state, segment_ids) if output_final_state else None
+    return y
 
 
 def _or_zeros(state, x, kernel):
@@ -121,7 +120,8 @@ def token_shift(
     segment_ids: jax.Array | None = None,
     initial_state: jax.Array | None = None,
     output_final_state: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
+    state_positions: jax.Array | None = None,
+) -> tuple[Any, ...]:
     """``x_{t-1} - x_t``: from each token to the real one before it in its document, 0 at its start.
 
     A window of two tokens, else as :func:`causal_conv1d` (FLA's ``token_shift``).
@@ -131,10 +131,11 @@ def token_shift(
         segment_ids: int ``[B, T]``, see :mod:`jla.ops.segments`.
         initial_state: ``[B, D]``, the token before the row's first; zeros if None.
         output_final_state: also return the row's last real token.
+        state_positions: int ``[B, S]``: also return the last real tokens up to these.
 
     Returns:
-        ``[B, T, D]`` and the last token ``[B, D]`` (or None), both in x's dtype. At padding the
-        difference means nothing.
+        ``[B, T, D]`` and the last token ``[B, D]`` (or None), both in x's dtype; with
+        ``state_positions`` also the tokens ``[B, S, D]``. At padding the difference means nothing.
 
     Raises:
         ValueError: shapes that disagree.
@@ -146,20 +147,23 @@ def token_shift(
         raise ValueError(f"initial_state must be {expected}, got shape {initial_state.shape}")
     if segment_ids is not None:
         segment_ids = segments.check_segment_ids(segment_ids, x.shape[:2], x)
-    difference, last = _token_shift(x, segment_ids, initial_state)
-    return difference, last if output_final_state else None
-
-
-@jax.jit
-def _token_shift(x, segment_ids, initial_state):
     if initial_state is None:
         initial_state = jnp.zeros_like(x[:, 0])
     first = initial_state[:, None].astype(x.dtype)
+    difference = _token_shift(x, segment_ids, first)
+    last = _final_window(x, first, segment_ids)[:, 0] if output_final_state else None
+    if state_positions is None:
+        return difference, last
+    return difference, last, _windows(x, first, segment_ids, state_positions)[:, :, 0]
+
+
+@jax.jit
+def _token_shift(x, segment_ids, first):
     if segment_ids is None:
-        return jnp.concatenate([first, x[:, :-1]], axis=1) - x, x[:, -1]
+        return jnp.concatenate([first, x[:, :-1]], axis=1) - x
     x = jnp.where((segment_ids != 0)[..., None], x, 0)
     before, _ = _packed_taps(jnp.concatenate([first, x], axis=1), segment_ids, 2)
-    return before - x, _final_window(x, first, segment_ids)[:, 0]
+    return before - x
 
 
 def _check(x, kernel, bias, activation, initial_state):
@@ -196,17 +200,28 @@ def _with_past(segment_ids, past):
     return jnp.concatenate([jnp.repeat(opening, past, axis=1), segment_ids], axis=1)
 
 
+@jax.jit
 def _final_window(x, state, segment_ids):
     """The last W - 1 real tokens of the last document, zeros where it is shorter."""
     length, past = x.shape[1], state.shape[1]
     if segment_ids is None:
         recent = x[:, max(0, length - past) :]
         return jnp.concatenate([state[:, min(length, past) :], recent], axis=1)
+    end = jnp.full_like(segment_ids[:, :1], length - 1)
+    return _windows(x, state, segment_ids, end)[:, 0]
+
+
+@jax.jit
+def _windows(x, state, segment_ids, positions):
+    """The last W - 1 real tokens up to ``positions [B, S]``, each document's own."""
+    past = state.shape[1]
     if not past:
-        return state
+        return state[:, None].repeat(positions.shape[1], axis=1)
+    if segment_ids is None:
+        segment_ids = jnp.ones_like(x[..., 0], jnp.int32)
     ids = _with_past(segment_ids, past)
     back, position = segments.previous_real(ids), segments.document_positions(ids)
-    index = jnp.max(segments._real_indices(ids, -1), axis=1, keepdims=True)
+    index = segments.last_real(jnp.clip(positions, 0, x.shape[1] - 1) + past, ids)
     rows, inside = [], jnp.ones_like(index, bool)
     for _ in range(past):
         row = jnp.where(
@@ -217,7 +232,7 @@ def _final_window(x, state, segment_ids):
         rows.insert(0, jnp.where(inside[..., None], row, 0))
         inside = inside & (segments.take_time(position, index) > 0)
         index = segments.take_time(back, index)
-    return jnp.concatenate(rows, axis=1)
+    return jnp.stack(rows, axis=2)
 
 
 @jax.custom_vjp

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jla.ops.segments import document_index, document_positions
+from jla.ops.segments import document_index, document_positions, take_time
 
 
 class Place(NamedTuple):
@@ -16,7 +16,8 @@ class Place(NamedTuple):
     Attributes:
         position: int32 ``[B, T]`` in the document.
         kept: bool ``[B, T]``, real tokens of the document that the piece ends in.
-        length: int32 ``[B]``, real tokens of that document so far.
+        length: int32 ``[B]``, real tokens of that document so far; ``[B, S]``, of their documents
+            up to chosen tokens, where these were asked for.
     """
 
     position: jax.Array
@@ -24,11 +25,21 @@ class Place(NamedTuple):
     length: jax.Array
 
 
-def locate(shape: tuple[int, ...], segment_ids, before: jax.Array | None) -> Place:
+def locate(
+    shape: tuple[int, ...], segment_ids, before: jax.Array | None, chosen: jax.Array | None = None
+) -> Place:
     """Counts a piece's tokens ``[B, T]``; ``before [B]`` came before it, None for none.
 
-    ``segment_ids`` is int32 ``[B, T]`` or None, all real tokens of the same document.
+    ``segment_ids`` is int32 ``[B, T]`` or None, all real tokens of the same document; ``chosen``
+    are real tokens ``[B, S]`` or None, the last one.
     """
+    place = _locate(shape, segment_ids, before)
+    if chosen is None:
+        return place
+    return place._replace(length=take_time(place.position, chosen) + 1)
+
+
+def _locate(shape, segment_ids, before) -> Place:
     if before is None:
         # Built from the ids so that it is placed as they are, on Explicit axes.
         zeros = jnp.zeros((shape[0],), jnp.int32)

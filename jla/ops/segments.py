@@ -61,6 +61,14 @@ def next_real(segment_ids: jax.Array) -> jax.Array:
     return jnp.concatenate([first[:, 1:], jnp.full_like(first[:, :1], length)], axis=1)
 
 
+def last_real(positions: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """Index ``[B, S]`` of the last real token up to ``positions [B, S]``, -1 if there is none."""
+    if segment_ids is None:
+        return positions
+    last = lax.cummax(_real_indices(segment_ids, -1), axis=1)
+    return take_time(last, positions)
+
+
 def _real_indices(segment_ids, elsewhere):
     time = lax.broadcasted_iota(jnp.int32, segment_ids.shape, 1)
     return jnp.where(segment_ids != 0, time, elsewhere)
@@ -102,6 +110,45 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
     real = jnp.cumsum((segment_ids != 0).astype(jnp.int32), axis=1) - 1
     start = lax.cummax(jnp.where(document_starts(segment_ids), real, 0), axis=1)
     return jnp.where(segment_ids != 0, real - start, 0)
+
+
+class Ends(NamedTuple):
+    """Tokens that end documents: a cache after each is wanted, as a row of its own.
+
+    Attributes:
+        time: int32 ``[B, S]``, real tokens of each row.
+        rows: int32 ``[N]``, which of these ``B * S``, counted row by row, get a row of the cache:
+            rows of B may end fewer documents than S.
+    """
+
+    time: jax.Array
+    rows: jax.Array
+
+
+def document_ends(segment_ids: jax.Array, shape: tuple[int, ...] | None = None) -> Ends:
+    """Where the documents of concrete ``segment_ids`` end, row by row.
+
+    Args:
+        segment_ids: int ``[B, T]``, 0 = padding, a change = new document.
+        shape: ``(B, T)`` that they must have, if given.
+
+    Raises:
+        ValueError: another shape, a negative id, or no document at all.
+        TypeError: traced ids, or no integers.
+    """
+    if isinstance(segment_ids, Tracer):
+        raise TypeError("segment_ids must be concrete: they decide how many rows the cache has")
+    ids = check_segment_ids(segment_ids, np.shape(segment_ids) if shape is None else shape)
+    following = next_real(ids)
+    goes_on = (following < ids.shape[1]) & ~take_time(document_starts(ids), following)
+    last = np.asarray((ids != 0) & ~goes_on)
+    counts = last.sum(axis=1)
+    if not counts.any():
+        raise ValueError("segment_ids has no document: every token is padding")
+    used = np.arange(counts.max()) < counts[:, None]
+    time = np.zeros(used.shape, np.int32)
+    time[used] = np.nonzero(last)[1]
+    return Ends(jnp.asarray(time), jnp.asarray(np.flatnonzero(used), jnp.int32))
 
 
 class Resumed(NamedTuple):

@@ -133,12 +133,12 @@ def mamba3(
             v=_take(x.astype(dtype), at, before.v),
         )
 
-    last = _last_real(jnp.full_like(dt[:, :1, 0], x.shape[1] - 1, jnp.int32), segment_ids)
+    last = segments.last_real(jnp.full_like(dt[:, :1, 0], x.shape[1] - 1, jnp.int32), segment_ids)
     final = jax.tree.map(lambda leaf: leaf[:, 0], state(last, ssm[:, None]))
     outputs = (y, final if output_final_state else None)
     if state_positions is None:
         return outputs
-    at = _last_real(jnp.clip(state_positions, 0, x.shape[1] - 1), segment_ids)
+    at = segments.last_real(jnp.clip(state_positions, 0, x.shape[1] - 1), segment_ids)
     # The engine's states hold what the next token adds to the last one's write.
     late_write = jnp.einsum(
         "bshrn,bshrp->bshnp",
@@ -199,14 +199,6 @@ def _entry(before, late, mimo_x, segment_ids):
     v = before.v[:, :, None] if mimo_x is None else before.v[:, :, None] * mimo_x
     keys = before.k * segments.take_time(late, first)[:, 0, :, None, None]
     return jnp.einsum("bhrn,bhrp->bhnp", keys, v, precision="highest")
-
-
-def _last_real(positions, segment_ids):
-    """Index ``[B, S]`` of the last real token up to these positions, -1 if there is none."""
-    if segment_ids is None:
-        return positions
-    own, earlier = segments._real_indices(segment_ids, -1), segments.previous_real(segment_ids)
-    return segments.take_time(jnp.maximum(own, earlier), positions)
 
 
 def _take(x, at, before):

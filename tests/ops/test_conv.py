@@ -136,6 +136,29 @@ def test_pieces_are_one_row():
         assert_trees_close((np.concatenate(ys, axis=1), window), want, what=str(split))
 
 
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("ids", [None, "packed"])
+def test_windows_after_chosen_tokens(width, ids):
+    """They are the last ones of the row cut behind the token, a padding one too."""
+    args, at = inputs(width), np.array([[0, 2, 3, 8], [0, 1, 4, 7]])
+    segment_ids = None if ids is None else packed(9)
+    shown = np.ones((2, 9), np.int32) if ids is None else segment_ids
+    _, none, windows = conv(**args, segment_ids=segment_ids, state_positions=at)
+    assert none is None and windows.shape == (2, 4, width - 1, D)
+    last = args["initial_state"][:, -1] if width > 1 else None
+    *_, tokens = token_shift(
+        args["x"], segment_ids=segment_ids, initial_state=last, state_positions=at
+    )
+    for row, column in np.ndindex(at.shape):
+        cut = np.where(np.arange(9) <= at[row, column], shown, 0)
+        _, window = conv(**args, segment_ids=cut, output_final_state=True)
+        assert_close(windows[row, column], window[row], what=f"{row}, {column}")
+        _, token = token_shift(
+            args["x"], segment_ids=cut, initial_state=last, output_final_state=True
+        )
+        assert_close(tokens[row, column], token[row], what=f"{row}, {column}")
+
+
 @pytest.mark.parametrize("ids", [None, "packed"])
 def test_token_shift_is_a_convolution_of_two_taps(ids):
     """Outputs at real tokens, the last token and gradients; padding gets and gives nothing."""
