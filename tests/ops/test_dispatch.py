@@ -77,6 +77,18 @@ def test_one_token_is_one_step():
     assert explain("gated_delta_rule", *shapes(2)).impl == "chunk"
 
 
+@pytest.mark.parametrize("kind", ["hgrn", "selective_scan"])
+def test_recurrences_of_channels_go_token_by_token_on_cpus(kind, monkeypatch):
+    x = jax.ShapeDtypeStruct((1, 64, 8), jnp.float32)
+    for backend, impl in (("cpu", "reference"), ("gpu", "chunk"), ("tpu", "chunk")):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        choice = explain(kind, x)
+        assert choice.impl == impl
+        assert ("faster on CPUs" in choice.why) == (backend == "cpu")
+        pinned = explain(kind, x, impl="chunk")
+        assert (pinned.impl, pinned.why) == ("chunk", "named by the caller")
+
+
 def test_explain_follows_pins_and_names():
     with use_impl(gated_delta_rule="reference"):
         assert explain("gated_delta_rule", *shapes()).why == "pinned by use_impl"
