@@ -52,13 +52,13 @@ def pytest_collection_modifyitems(items):
         row = getattr(item, "callspec", None) and item.callspec.params.get("row")
         group = f"{item.path.name}:{row}" if row else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
-        groups[item] = group
+        groups[id(item)] = group  # pytest-xdist renames items, which changes their hash
         if item.get_closest_marker("gpu") and _no_hopper():
             item.add_marker(pytest.mark.skip(reason=_no_hopper()))
     yield
     # Last, behind pytest's own order: one process alone goes through a row at a time, too.
     first = {group: i for i, group in reversed(list(enumerate(groups.values())))}
-    items.sort(key=lambda item: first[groups[item]])
+    items.sort(key=lambda item: first[groups[id(item)]])
 
 
 @pytest.fixture

@@ -249,7 +249,7 @@ RESOURCES = {
 
 @pytest.mark.skipif(not offline.available(), reason="needs the CUDA plugin wheels")
 @pytest.mark.timeout(300, method="thread")
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("documents", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiles_offline(documents):
     for report in offline.compile_kernels(step, *specs(1, 8192, 2048, documents=documents)):
         print(documents, report)
