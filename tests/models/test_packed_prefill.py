@@ -7,8 +7,9 @@ import pytest
 from helpers import assert_close, assert_trees_close
 
 from jla import cache as caches
+from jla import convert
 from jla.generation import prefill_packed
-from models.cases import BATCH, runner, tokens
+from models.cases import BATCH, MODELS, build, runner, tokens
 from models.test_contract import meaningful, slow_unless
 
 # Documents of 1 to 9 tokens in rows of three, none and one, padding before, between, inside and
@@ -58,11 +59,11 @@ def test_packed_rows_are_read_once_as_they_are(monkeypatch):
 @pytest.mark.slow
 def test_scanned_layers():
     """The caches of layers that are scanned are those of single layers, stacked."""
+    config = MODELS["gated_deltanet"].config
+    single, scanned = build(config), build(config, scan_layers=True)
+    convert.load_state_dict(scanned, convert.to_state_dict(single))
     ids = tokens(5, SEGMENT_IDS.shape)
-    single, scanned = (
-        runner("gated_deltanet", **options).model.prefill_packed(ids, SEGMENT_IDS)
-        for options in ({}, {"scan_layers": True})
-    )
+    single, scanned = (model.prefill_packed(ids, SEGMENT_IDS) for model in (single, scanned))
     assert_close(scanned.logits, single.logits)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *single.cache)
     assert_trees_close(scanned.cache[0].layers, stacked)
