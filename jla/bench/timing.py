@@ -48,6 +48,9 @@ def device_ms(call: Callable, calls: int = BATCHES) -> float:
 
     By the profiler, one call at a time. Host time between the kernels of a call is in it, before
     and after them it is not.
+
+    Raises:
+        RuntimeError: the profile shows no kernels (no GPU), or not the same number a call.
     """
     jax.block_until_ready(call())
     with tempfile.TemporaryDirectory() as folder:

@@ -76,8 +76,9 @@ def gated_delta_rule(
     """Outputs and final states of the gated delta rule.
 
     Args:
-      q, k: [B, T, Hq, K] bfloat16 or float16; head h of v uses q/k head h // (H // Hq).
-      v: [B, T, H, V] in the same dtype; K is at most 256.
+      q, k: [B, T, Hq, K] bfloat16 or float16, K at most 256; head h of v uses q/k head
+        h // (H // Hq).
+      v: [B, T, H, V] in the same dtype.
       g: [B, T, H] float32 log decay (natural units, <= 0, -inf allowed), None for the delta rule.
       beta: [B, T, H] float32.
       scale: positive number on the outputs.
@@ -147,7 +148,7 @@ def _whole_heads(x):
 def _pieces(q, v):
     """Pieces of a row, for the rows and heads that a device is likely to have."""
     (batch, length, heads, value_dim), key_dim = v.shape, q.shape[-1]
-    if key_dim > split.WIDEST:
+    if key_dim > cm.WIDEST:  # their maps do not fit into shared memory
         return 1
     heads = -(-batch * heads // sharding.shares())
     blocks = heads * (value_dim // forward.value_width(key_dim, value_dim))

@@ -58,7 +58,7 @@ def state_gradients(q, k, do, inverses, tables, d_final, *, pieces=1, reaching=N
     group = heads // q.shape[2]
     width = value_width(key_dim, value_dim)
     states = width // C
-    wide = key_dim > 128  # a state's gradient is read from shared memory, not from registers
+    wide = key_dim > cm.WIDEST  # a state's gradient is read from shared memory, not from registers
     stages = 2 if wide else 3
     tile = (C, C)
 
@@ -265,7 +265,7 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
     dtype = q.dtype
     group = heads // q.shape[2]
     tiles = value_dim // C
-    width = min(key_dim, 128)
+    width = min(key_dim, cm.WIDEST)
     parts = key_dim // width
     items = batch * heads * chunks * parts
     blocks = min(cm.SMS, items)

@@ -107,7 +107,7 @@ def _unit_lower_inverse(a, stack, mask_s, t16_s, x16_s, t32_s, x32_s):
 
 def value_width(key_dim, value_dim):
     """Value columns of a block of a serial kernel; their states stay in registers."""
-    return 2 * C if key_dim <= 128 and value_dim >= 128 else C
+    return 2 * C if key_dim <= cm.WIDEST and value_dim >= 2 * C else C
 
 
 def item_count(items, workers, worker):
@@ -244,7 +244,7 @@ def chunk_inverses(k, gates: Gates, heads, *, scale, bounds):
     chunks = length // C
     group = heads // k.shape[2]
     items = batch * heads * chunks
-    workers = 4 if key_dim <= 128 else 2  # warpgroups whose keys fit into shared memory
+    workers = 4 if key_dim <= cm.WIDEST else 2  # warpgroups whose keys fit into shared memory
     blocks = min(cm.SMS, -(-items // workers))
     given, structure = jax.tree.flatten(gates)
     normalised = gates.q_norm is not None
@@ -370,7 +370,7 @@ def outputs(q, k, v, inverses, tables, start, *, pieces=1, save=False):
     group = heads // q.shape[2]
     width = value_width(key_dim, value_dim)
     states = width // C
-    wide = key_dim > 128  # an entering state is read from shared memory, not from registers
+    wide = key_dim > cm.WIDEST  # an entering state is read from shared memory, not from registers
     stages = 2 if wide else 3
     tile = (C, C)
 

@@ -28,7 +28,6 @@ from jla.kernels.gated_delta_rule_forward import (
 
 MIN_STEPS = 4  # chunks of a piece below which the scan over pieces costs more than it saves
 MAX_PIECES = 16
-WIDEST = 128  # keys whose maps fit into shared memory
 
 
 def piece_count(rows, chunks):
