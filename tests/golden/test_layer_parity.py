@@ -185,22 +185,16 @@ def test_rwkv7_cache_and_first_values_are_fla_s(name):
     case.check("out1", shared["v_first"])
 
 
-@pytest.mark.parametrize("name", golden.names("layer", "RWKV7Attention*"))
+@pytest.mark.parametrize("name", golden.INEXACT["layer"])
 def test_where_fla_is_inexact_float64_decides(name, x64):
-    """Why :data:`golden.INEXACT` compares RWKV-7 with a wider tolerance."""
     case = golden.load_case("layer", name)
 
     def run(dtype):
         mixer = load_mixer.__wrapped__(case.folder, dtype)[0]
         inputs = jax.tree.map(lambda value: value.astype(dtype), (case["x"], shared_of(case)))
-        return np.asarray(apply(mixer, *inputs))
+        return apply(mixer, *inputs)
 
-    exact = run(jnp.float64)
-    largest = np.max(np.abs(exact))
-    assert exact.dtype == np.float64
-    assert_close(run(jnp.float32), exact, tol=2e-6)
-    theirs = np.abs(case.recorded["out"] - case.part("out", exact))
-    assert np.max(theirs) > 2e-5 * largest, "FLA is exact: INEXACT need not name it"
+    golden.check_inexact(case, "out", run)
 
 
 def test_attention_cache_holds_fla_s_last_keys_and_values():

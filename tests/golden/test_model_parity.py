@@ -139,3 +139,17 @@ def test_scanned_layers(name):
     case = golden.load_case("model", name)
     check_training(case, scan_layers=True)
     check_decoding(case, scan_layers=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", golden.INEXACT["model"])
+def test_where_fla_is_inexact_float64_decides(name, x64):
+    case = golden.load_case("model", name)
+    ids = jnp.asarray(case["input_ids"], jnp.int32)
+
+    def run(dtype):
+        model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=dtype)
+        graphdef, state = nnx.split(model)
+        return jax.jit(lambda state, ids: nnx.merge(graphdef, state)(ids).logits)(state, ids)
+
+    golden.check_inexact(case, "logits", run)
