@@ -150,3 +150,23 @@ def collectives(compiled) -> set[str]:
     text = compiled.as_text()
     names = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
     return {name for name in names if f"{name}(" in text or f"{name}-start(" in text}
+
+
+def drop_programs(item, nextitem, made):
+    """Forgets what was compiled for a row of a table if the next test is not of that row.
+
+    Args:
+        item, nextitem: pytest's tests.
+        made: a cached function of the row, whose results hold compiled functions.
+
+    Every program takes some dozen memory mappings, of which Linux gives a process 65530
+    (``vm.max_map_count``); where they run out, the process dies.
+    """
+
+    def place(each):
+        params = each.callspec.params if hasattr(each, "callspec") else {}
+        return each.path, params.get("row")
+
+    if nextitem is None or place(nextitem) != place(item):
+        made.cache_clear()
+        jax.clear_caches()
