@@ -193,7 +193,15 @@ MIXERS: dict[str, Mixer] = {
     ),
     "retention": Mixer(partial(MultiScaleRetention, **_shared, use_short_conv=True)),
     "retention-plain": Mixer(
-        partial(_retention, num_heads=3, expand_v=0.5, feature_map="gelu", gate_fn="gelu"),
+        # Of a row of one token, epsilon alone gives q and k a gradient: see RWKV-6.
+        partial(
+            _retention,
+            num_heads=3,
+            expand_v=0.5,
+            feature_map="gelu",
+            gate_fn="gelu",
+            norm_eps=1e-3,
+        ),
         variant=True,
     ),
     "hgrn2": Mixer(
