@@ -135,6 +135,26 @@ def peer_layer(layer: str):
     return make_mixer("gated_deltanet", HIDDEN, sizes, **more)
 
 
+def programs(lib: str, name: str):
+    """A case's facts, its forward, and its forward and backward: compiled, to call with nothing."""
+    import jax
+
+    forward, inputs, facts = (layer_call if name in LAYERS else case_call)(lib, name)
+
+    def both(inputs, cotangent):
+        o, pull = jax.vjp(forward, inputs)
+        return o, pull(cotangent)[0]
+
+    one = jax.jit(forward).lower(inputs).compile()
+    cotangent = jax.random.normal(jax.random.key(99), *_shape_dtype(forward, inputs))
+    began = time.perf_counter()
+    two = jax.jit(both).lower(inputs, cotangent).compile()
+    facts["compile_s"] = round(time.perf_counter() - began, 1)
+    memory: Any = two.memory_analysis()
+    facts["temp_mib"] = round(memory.temp_size_in_bytes / 2**20, 1)
+    return facts, lambda: one(inputs), lambda: two(inputs, cotangent)
+
+
 def work(lib: str, name: str) -> None:
     """Compiles a case, says so, waits for its turn, and prints its record."""
     import jax
@@ -143,28 +163,14 @@ def work(lib: str, name: str) -> None:
 
     record: dict = dict(id=name, impl=lib, method="jit")
     try:
-        forward, inputs, facts = (layer_call if name in LAYERS else case_call)(lib, name)
+        facts, one, two = programs(lib, name)
         record |= facts
-
-        def both(inputs, cotangent):
-            o, pull = jax.vjp(forward, inputs)
-            return o, pull(cotangent)[0]
-
-        one = jax.jit(forward).lower(inputs).compile()
-        cotangent = jax.random.normal(jax.random.key(99), *_shape_dtype(forward, inputs))
-        began = time.perf_counter()
-        two = jax.jit(both).lower(inputs, cotangent).compile()
-        record["compile_s"] = round(time.perf_counter() - began, 1)
-        jax.block_until_ready((one(inputs), two(inputs, cotangent)))
-        memory: Any = two.memory_analysis()
-        record["temp_mib"] = round(memory.temp_size_in_bytes / 2**20, 1)
+        jax.block_until_ready((one(), two()))
         print("ready", flush=True)
         sys.stdin.readline()
-        record["fwd"] = median_ms(lambda: one(inputs))
-        record["fb"] = median_ms(lambda: two(inputs, cotangent))
+        record |= dict(fwd=median_ms(one), fb=median_ms(two))
         record |= dict(ok=True, fwd_device=math.nan, fb_device=math.nan)
-        record["fwd_device"] = device_ms(lambda: one(inputs))
-        record["fb_device"] = device_ms(lambda: two(inputs, cotangent))
+        record |= dict(fwd_device=device_ms(one), fb_device=device_ms(two))
     except Exception as error:  # noqa: BLE001  one failing case must not lose the others
         print("ready", flush=True)
         sys.stdin.readline()
@@ -180,17 +186,17 @@ def _shape_dtype(forward, inputs):
     return out.shape, out.dtype
 
 
-def start(lib: str, name: str, peer: str) -> subprocess.Popen:
-    """A process that compiles; it says "ready"."""
+def start(lib: str, call: str, peer: str | None) -> subprocess.Popen:
+    """A process of its own for a library that runs ``call``, an expression of ``benchmarks``."""
     root = str(Path(__file__).parent.parent)
-    paths = [root] if lib == "ours" else [peer, root]
+    paths = [root] if lib == "ours" else [str(peer), root]
     # The peer's package has no cases: they are found in ours.
     package = str(Path(root, "jla"))
     code = f"import sys; sys.path[:0] = {paths!r}; import jla; jla.__path__.append({package!r}); "
-    code += "from benchmarks import compare; "
+    code += "from benchmarks import compare, kernels; "
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return subprocess.Popen(
-        [sys.executable, "-c", code + f"compare.work({lib!r}, {name!r})"],
+        [sys.executable, "-c", code + call],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -252,7 +258,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="file to write JSON lines to")
     options = parser.parse_args()
     pairs = [(lib, name) for name in names(options.ops) for lib in ("ours", "peer")]
-    processes = [start(lib, name, options.peer) for lib, name in pairs]
+    processes = [start(pair[0], f"compare.work{pair!r}", options.peer) for pair in pairs]
     for process in processes:
         assert process.stdout is not None
         while (line := process.stdout.readline()) and line != "ready\n":

@@ -16,6 +16,7 @@ def _set_environment():
     added = [f"{flag}={value}" for flag, value in _FLAGS.items() if flag not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *added]).strip()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU
     # Pallas' interpreter gives every warpgroup a host thread that blocks one of XLA's: with as many
     # as a small machine has cores it waits for ever.
     os.environ.setdefault("NPROC", "16")

@@ -52,6 +52,25 @@ def device_ms(call: Callable, calls: int = BATCHES) -> float:
     Raises:
         RuntimeError: the profile shows no kernels (no GPU), or not the same number a call.
     """
+    spans = sorted((start, end) for _, start, end in _profile(call, calls))
+    if not spans or len(spans) % calls:
+        raise RuntimeError(f"{calls} calls left {len(spans)} kernels in the profile")
+    each = len(spans) // calls
+    kernels = [spans[first : first + each] for first in range(0, len(spans), each)]
+    return statistics.median(max(end for _, end in k) - k[0][0] for k in kernels) / 1e6
+
+
+def kernels_ms(call: Callable, calls: int = BATCHES) -> dict[str, tuple[float, float]]:
+    """How often a call runs each GPU kernel and for how many ms in all, the longest first."""
+    found: dict[str, list[float]] = {}
+    for name, start, end in _profile(call, calls):
+        found.setdefault(name, []).append((end - start) / 1e6)
+    rows = {name: (len(ms) / calls, sum(ms) / calls) for name, ms in found.items()}
+    return dict(sorted(rows.items(), key=lambda row: -row[1][1]))
+
+
+def _profile(call, calls):
+    """(name, start, end in ns) of every kernel that ``calls`` calls run on the GPU."""
     jax.block_until_ready(call())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -59,18 +78,13 @@ def device_ms(call: Callable, calls: int = BATCHES) -> float:
                 jax.block_until_ready(call())
         (path,) = Path(folder).rglob("*.xplane.pb")
         profile = jax.profiler.ProfileData.from_file(str(path))
-    spans = sorted(
-        (event.start_ns, event.start_ns + event.duration_ns)
+    return [
+        (event.name, event.start_ns, event.start_ns + event.duration_ns)
         for plane in profile.planes
         for line in plane.lines
         if plane.name.startswith("/device:GPU") and line.name.startswith("Stream")
         for event in line.events
-    )
-    if not spans or len(spans) % calls:
-        raise RuntimeError(f"{calls} calls left {len(spans)} kernels in the profile")
-    each = len(spans) // calls
-    kernels = [spans[first : first + each] for first in range(0, len(spans), each)]
-    return statistics.median(max(end for _, end in k) - k[0][0] for k in kernels) / 1e6
+    ]
 
 
 def times(op: str, p: cases.Shape, impl: str, dtype) -> Times:

@@ -136,6 +136,19 @@ def load_tile(ref):
     return plgpu.load(ref, layout=WGMMA).astype(F32)
 
 
+def sigmoid(x):
+    """1 / (1 + exp(-x)) from fast instructions: the reciprocal as a squared inverse root."""
+    root = lax.rsqrt(1.0 + jnp.exp2(x * -LOG2E))
+    return root * root
+
+
+def activated(gate, swish):
+    """The gate's activation, swish or sigmoid, and its derivative."""
+    s = sigmoid(gate)
+    slope = s * (1.0 - s)
+    return (gate * s, s + gate * slope) if swish else (s, slope)
+
+
 def zeros(shape):
     return plgpu.layout_cast(jnp.zeros(shape, F32), WGMMA)
 

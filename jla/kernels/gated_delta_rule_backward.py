@@ -291,11 +291,14 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
             return lax.rem(m * tiles + c, 2)
 
         def over_tiles(tile):
-            """``tile(c, sums)`` for every tile of values, with None as the first one's sums."""
-            sums = None
-            for c in range(tiles):
-                sums = tile(c, sums)
-            return sums
+            """``tile(c, sums)`` for every tile of values, with None as the first one's sums.
+
+            Two tiles are written out; a loop over more keeps registers and tracing small.
+            """
+            first = tile(0, None)
+            if tiles <= 2:
+                return first if tiles == 1 else tile(1, first)
+            return lax.fori_loop(1, tiles, tile, first)
 
         def put(m, row, vector):
             b, n, h, part = place(m)
@@ -507,11 +510,12 @@ def token_gradients(q, k, v, do, states, u, d_states, dx, tables, *, normalised=
                 plgpu.copy_gmem_to_smem(table_ref.at[b, h, n], table_s.at[slot], full.at[slot])
                 plgpu.copy_gmem_to_smem(q_ref.at[b, rows, hq, keys], q_s.at[slot], full.at[slot])
 
-                for c in range(tiles):
+                @pl.loop(0, tiles)
+                def _(c):
                     r = ring(m, c)
 
                     @pl.when(m * tiles + c >= 2)
-                    def _(r=r):
+                    def _():
                         plgpu.barrier_wait(tile_free.at[r])
 
                     cols, bar = pl.ds(c * C, C), tile_full.at[r]

@@ -1,6 +1,7 @@
 """Gated RMS norm on Hopper, forward and backward: ``x rsqrt(mean(x^2) + eps) scale act(gate)``.
 
-One kernel each way over the inputs as rows [N, D]: a block is one warpgroup that walks over tiles
+Rows that are gated first have kernels of their own (``gated_norm_wide``). Here there is one kernel
+each way over the inputs as rows [N, D]: a block is one warpgroup that walks over tiles
 of 64 rows, loaded ahead by TMA; results take the place of the inputs in shared memory and leave
 from there. There are as many blocks as are resident at a time. The backward saves the inputs only;
 bytes per element in 16 bits: forward 6, backward 10.
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jla.kernels import common as cm
+from jla.kernels import gated_norm_wide as wide
 from jla.kernels import sharding
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -31,31 +33,45 @@ class Options(NamedTuple):
 
     swish: bool
     eps: float
+    group: int | None  # channels normalised together after gating; None: all, before gating
 
 
-def gated_norm(x, scale, gate, *, activation, eps):
+def gated_norm(x, scale, gate, *, activation, eps, norm_before_gate=True, group_size=None):
     """Normalised, scaled and gated x.
 
     Args:
-      x, gate: [..., D] in one dtype, bfloat16 or float16; D in 64, 128, 256.
+      x, gate: [..., D] in one dtype, bfloat16 or float16; D as ``fits`` has it.
       scale: [D] or None.
       activation: "swish", "silu" (the same) or "sigmoid".
       eps: positive.
+      norm_before_gate: else x is gated first.
+      group_size: channels that are normalised together, a divisor of D; D if None.
     Returns: [..., D] in x's dtype.
     """
-    dim = x.shape[-1]
-    if jnp.dtype(x.dtype) not in DTYPES or gate.dtype != x.dtype or dim not in DIMS:
+    group = group_size or x.shape[-1]
+    if jnp.dtype(x.dtype) not in DTYPES or gate.dtype != x.dtype:
         raise NotImplementedError(
-            f"x and gate must share bfloat16 or float16 and D be in {DIMS}, "
-            f"got {x.dtype}, {gate.dtype} and D={dim}"
+            f"x and gate must share bfloat16 or float16, got {x.dtype}, {gate.dtype}"
+        )
+    if not fits(x.shape[-1], group, norm_before_gate):
+        raise NotImplementedError(
+            f"no kernel for D={x.shape[-1]} in groups of {group}, {norm_before_gate=}"
         )
     if x.size == 0 or gate.shape != x.shape:
         raise ValueError(f"x and gate must agree and not be empty, got {x.shape}, {gate.shape}")
     if not eps > 0:
         raise NotImplementedError("eps must be positive: rows that fill up a tile are zero")
-    options = Options(activation != "sigmoid", float(eps))
+    first = None if norm_before_gate else group
+    options = Options(activation != "sigmoid", float(eps), first)
     scale = None if scale is None else scale.astype(cm.F32)
     return _core(x, scale, gate, options)
+
+
+def fits(dim, group, norm_before_gate):
+    """Whether there is a kernel for D channels that are normalised in groups."""
+    if norm_before_gate:
+        return group == dim and dim in DIMS
+    return dim % group == 0 and group % wide.STEP == 0 and group <= wide.WIDEST
 
 
 def layout(ndim, gradients=False):
@@ -86,15 +102,28 @@ _core.defvjp(_core_forward, _core_backward)
 
 @cm.traced_once("options")
 def _forward(x, scale, gate, options):
+    if options.group:
+        x_rows, scales, gates = _groups(options.group, x, scale, gate)
+        return wide.forward(x_rows, scales, gates, options).reshape(x.shape)
     y: Any = forward(_rows(x), scale, _rows(gate), options)
     return _unrows(y, x.shape)
 
 
 @cm.traced_once("options")
 def _backward(x, scale, gate, dy, options):
+    if options.group:
+        rows = _groups(options.group, x, scale, gate, dy)
+        dx, dgate, *sums = wide.backward(*rows, options)
+        dscale = jnp.sum(sums[0], 0).ravel() if sums else None
+        return dx.reshape(x.shape), dscale, dgate.reshape(x.shape)
     dx, dgate, *sums = backward(_rows(x), scale, _rows(gate), _rows(dy), options)
     dscale = jnp.sum(sums[0], 0) if sums else None
     return _unrows(dx, x.shape), dscale, _unrows(dgate, x.shape)
+
+
+def _groups(size, *arrays):
+    """[..., D] as [N, size]; None stays."""
+    return [None if x is None else x.reshape(-1, size) for x in arrays]
 
 
 def _rows(x):
@@ -125,7 +154,7 @@ def forward(x, scale, gate, options):
             plgpu.commit_smem()  # load again rather than keep
             for part in _parts(dim):
                 x, gate = (cm.load_tile(ref.at[slot, :, part]) for ref in (x_s, gate_s))
-                act = gate * sigmoid(gate) if options.swish else sigmoid(gate)
+                act, _ = cm.activated(gate, options.swish)
                 y = _scaled(x * cm.per_row(inverse, x.shape), _scale(scale_ref, part)) * act
                 x_s.at[slot, :, part][...] = y.astype(dtype)
             plgpu.commit_smem()
@@ -158,12 +187,6 @@ def backward(x, scale, gate, dy, options):
             """Sums over rows wait for the end where registers can hold them."""
             return jnp.sum(x, axis=0) if dim > 128 else x
 
-        def activated(gate):
-            """act(gate) and its derivative."""
-            s = sigmoid(gate)
-            slope = s * (1.0 - s)
-            return (gate * s, s + gate * slope) if options.swish else (s, slope)
-
         def step(n, sums):
             slot = walk.arrive(n, full, fetch)
 
@@ -175,7 +198,7 @@ def backward(x, scale, gate, dy, options):
             for part in parts:
                 x, gate, dy, factor = load(part)
                 squares.append(x * x)
-                dots.append(x * _scaled(dy * activated(gate)[0], factor))
+                dots.append(x * _scaled(dy * cm.activated(gate, options.swish)[0], factor))
             inverse = _inverse_norm(_row_sum(squares), dim, options.eps)
             # dx = inverse (dn - n mean(dn n)) for n = inverse x.
             along = _row_sum(dots) * inverse * inverse * inverse * (1.0 / dim)
@@ -183,7 +206,7 @@ def backward(x, scale, gate, dy, options):
             new = []
             for part, total in zip(parts, sums or [None] * len(parts), strict=True):
                 x, gate, dy, factor = load(part)
-                act, slope = activated(gate)
+                act, slope = cm.activated(gate, options.swish)
                 shape = x.shape
                 normed = x * cm.per_row(inverse, shape)
                 dgate = dy * slope * _scaled(normed, factor)
@@ -303,9 +326,3 @@ def _row_sum(parts):
 
 def _inverse_norm(squares, dim, eps):
     return lax.rsqrt(squares * (1.0 / dim) + eps)
-
-
-def sigmoid(x):
-    """1 / (1 + exp(-x)) from fast instructions: the reciprocal as a squared inverse root."""
-    root = lax.rsqrt(1.0 + jnp.exp2(x * -cm.LOG2E))
-    return root * root

@@ -76,12 +76,15 @@ def gated_norm(
     """Limit of ``jla.kernels.gated_norm`` for ``x`` and ``gate [..., D]``."""
     if gate is None:
         return "it is for gated norms, there is no gate"
-    if not norm_before_gate or group_size not in (None, x.shape[-1]):
-        return "it normalises all of D, before the gate"
     if x.dtype not in (jnp.bfloat16, jnp.float16) or gate.dtype != x.dtype:
         return f"x and gate must both be bfloat16 or float16, got {x.dtype}, {gate.dtype}"
-    if gate.shape != x.shape or x.shape[-1] not in (64, 128, 256):
-        return f"x and gate must agree and D be 64, 128 or 256, got {x.shape}, {gate.shape}"
+    if gate.shape != x.shape:
+        return f"x and gate must agree, got {x.shape}, {gate.shape}"
+    group = group_size or x.shape[-1]
+    if norm_before_gate and (group != x.shape[-1] or group not in (64, 128, 256)):
+        return f"before the gate it normalises all of D = 64, 128 or 256, got {x.shape}, {group=}"
+    if not norm_before_gate and (group % 256 or group > 4096 or x.shape[-1] % group):
+        return f"after the gate it normalises groups of 256, 512 .. 4096 channels, got {group}"
     if activation not in ("swish", "silu", "sigmoid"):
         return f"the gate's activation must be swish, silu or sigmoid, got {activation!r}"
     if not eps > 0:

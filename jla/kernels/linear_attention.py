@@ -2,10 +2,10 @@
 
 For every head, with log decay g, state S `[K, V]` and an optional weight w of the values,
 
-    S_t = exp(g_t) S_{t-1} + w_t k_t v_t^T        o_t = scale * S_t^T q_t
+    S_t = exp(g_t) S_{t-1} + w_t k_t v_t^T        o_t = scale * S_t^T q_t + d v_t
 
-covers simple GLA, Mamba-2's SSD (q = C, k = B, v = x, w = dt, g = dt * A), retention and lightning
-attention (a constant g per head) and linear attention without decay (g = None).
+covers simple GLA, Mamba-2's SSD (q = C, k = B, v = x, w = dt, g = dt * A, d = D), retention and
+lightning attention (a constant g per head) and linear attention without decay (g = None).
 
 Work, for N = B * T tokens, H heads and 16-bit tensors:
 
@@ -47,12 +47,12 @@ DEAD = 150.0  # log2: a factor below the smallest float32
 SMS = 132  # H100 and H200
 MIN_PIECE_CHUNKS = 8
 
-# Several devices divide rows and heads. Of q, k, v, g, v_scale; an initial state, marks | what the
-# backward gets besides: gates, weights, starts | the cotangents.
-OPERANDS = ("b.g", "b.g", "b.h", "b.h", "b.h", "bh", "b")
+# Several devices divide rows and heads. Of q, k, v, g, v_scale, skip; an initial state, marks |
+# what the backward gets besides: gates, weights, starts | the cotangents.
+OPERANDS = ("b.g", "b.g", "b.h", "b.h", "b.h", "h", "bh", "b")
 OUTPUTS, SAVED = ("b.h", "bh"), ("bh", "bh", "b.h")
 FORWARD = sharding.Layout(OPERANDS, (OUTPUTS, SAVED))
-BACKWARD = sharding.Layout((*OPERANDS[:4], "b", *SAVED, *OUTPUTS), OPERANDS[:6])
+BACKWARD = sharding.Layout((*OPERANDS[:4], "h", "b", *SAVED, *OUTPUTS), OPERANDS[:7])
 
 
 class Options(NamedTuple):
@@ -76,6 +76,7 @@ def linear_attention(
     initial_state=None,
     marks=None,
     v_scale=None,
+    skip=None,
     pieces=None,
     interpret=None,
 ):
@@ -92,6 +93,8 @@ def linear_attention(
       marks: `[B, T]` float32 or None; 0 is padding (state unchanged, output 0), 2 the first token
         of a document other than the row's first (it starts from a zero state), 1 any other token.
       v_scale: `[B, T, H]` weight of every value row (Mamba-2's dt), or None for 1.
+      skip: `[H]` or None; so much of v, without its weight, is added to the outputs. Only with
+        v_scale; at padding v must be 0.
       pieces: pieces a row is cut into; None chooses from the shapes.
       interpret: Pallas interpreter parameters, for tests.
 
@@ -103,12 +106,14 @@ def linear_attention(
         raise NotImplementedError(reason)
     rest = dict(scale=scale, marks=marks, v_scale=v_scale, pieces=pieces, interpret=interpret)
     if q.shape[3] > cm.WIDEST:
-        return _by_key_parts(q, k, v, g, initial_state, rest)
+        return _by_key_parts(q, k, v, g, initial_state, skip, rest)
     heads, value_dim = v.shape[2:]
     if value_dim > cm.WIDEST:
         parts = cm.value_parts(v)
         per_part = functools.partial(jnp.repeat, repeats=parts.shape[2] // heads, axis=-1)
-        g, rest["v_scale"] = (None if x is None else per_part(x) for x in (g, v_scale))
+        g, rest["v_scale"], rest["skip"] = (
+            None if x is None else per_part(x) for x in (g, v_scale, skip)
+        )
         state = None if initial_state is None else cm.state_parts(initial_state)
         o, state = linear_attention(q, k, parts, g, initial_state=state, **rest)
         o = o.reshape(*v.shape[:3], -1)[..., :value_dim]
@@ -118,8 +123,7 @@ def linear_attention(
     if g is None:
         g = jnp.zeros((batch, length, heads), F32)
     g = jnp.broadcast_to(g.astype(F32), (batch, length, heads))
-    if v_scale is not None:
-        v_scale = v_scale.astype(F32)
+    v_scale, skip = (None if x is None else x.astype(F32) for x in (v_scale, skip))
     if initial_state is not None:
         initial_state = initial_state.astype(F32)
     # The copy engine wants whole tiles of 8 tokens; a token of zeros with g = 0 changes nothing.
@@ -130,19 +134,20 @@ def linear_attention(
     options = _options(kernels.shapes_of(q, v), float(scale), pieces)._replace(
         has_state=initial_state is not None, marked=marks is not None, interpret=interpret
     )
-    o, state = _core(q, k, v, g, v_scale, initial_state, marks, options)
+    o, state = _core(q, k, v, g, v_scale, skip, initial_state, marks, options)
     return o[:, :length, :, :value_dim], state[..., :key_dim, :value_dim]
 
 
-def _by_key_parts(q, k, v, g, initial_state, rest):
+def _by_key_parts(q, k, v, g, initial_state, skip, rest):
     """The sum over parts of the keys' channels: outputs are linear in them, states apart."""
     o, states = 0.0, []
     for first in range(0, q.shape[3], cm.WIDEST):
         part = slice(first, first + cm.WIDEST)
         state = None if initial_state is None else initial_state[:, :, part]
         more, state = linear_attention(
-            q[..., part], k[..., part], v, g, initial_state=state, **rest
+            q[..., part], k[..., part], v, g, initial_state=state, skip=skip, **rest
         )
+        skip = None  # it is added once
         o, states = o + more.astype(F32), [*states, state]
     return o.astype(v.dtype), jnp.concatenate(states, axis=2)
 
@@ -313,15 +318,15 @@ def _entering(source, gates, weights, first, s, options):
 # --------------------------------------------------------------------------------- differentiation
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
-def _core(q, k, v, g, v_scale, initial_state, marks, options):
-    return _core_fwd(q, k, v, g, v_scale, initial_state, marks, options)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
+def _core(q, k, v, g, v_scale, skip, initial_state, marks, options):
+    return _core_fwd(q, k, v, g, v_scale, skip, initial_state, marks, options)[0]
 
 
-def _core_fwd(q, k, v, g, v_scale, initial_state, marks, options):
-    operands = (q, k, v, g, v_scale, initial_state, marks)
+def _core_fwd(q, k, v, g, v_scale, skip, initial_state, marks, options):
+    operands = (q, k, v, g, v_scale, skip, initial_state, marks)
     out, made = sharding.partitioned(_forward, FORWARD, options, *operands)
-    return out, (q, k, v, g, marks, *made)
+    return out, (q, k, v, g, skip, marks, *made)
 
 
 def _core_bwd(options, saved, cotangents):
@@ -332,19 +337,19 @@ def _core_bwd(options, saved, cotangents):
 _core.defvjp(_core_fwd, _core_bwd)
 
 
-def _forward(q, k, v, g, v_scale, initial_state, marks, options):
+def _forward(q, k, v, g, v_scale, skip, initial_state, marks, options):
     s = kernels.shapes_of(q, v)
     gates = _chunk_gates(g, marks)
     weights = None if v_scale is None else _chunked(v_scale, s.chunks)
     first = None if initial_state is None else initial_state.swapaxes(-1, -2)
     starts = _entering((k, v, False), gates, weights, first, s, options)
     o, end = kernels.forward(
-        q, k, v, gates, weights, starts, **_settings(options, "scale", "per_piece", "marked")
+        q, k, v, gates, weights, skip, starts, **_settings(options, "scale", "per_piece", "marked")
     )
     return (o, end.swapaxes(-1, -2)), (gates, weights, starts)
 
 
-def _backward(q, k, v, g, marks, gates, weights, starts, do, dend, options):
+def _backward(q, k, v, g, skip, marks, gates, weights, starts, do, dend, options):
     s = kernels.shapes_of(q, v)
     do = do.astype(v.dtype)
     dend = dend.astype(F32).swapaxes(-1, -2)
@@ -369,6 +374,7 @@ def _backward(q, k, v, g, marks, gates, weights, starts, do, dend, options):
         states,
         gates,
         weights,
+        skip,
         splits=splits,
         per_block=per_block,
         **_settings(options, "scale", "marked"),
@@ -377,8 +383,9 @@ def _backward(q, k, v, g, marks, gates, weights, starts, do, dend, options):
         shape = (*q.shape[:3], splits, q.shape[3])
         dq, dk = (x.reshape(shape).sum(3).astype(q.dtype) for x in (dq, dk))
     dg, dscale = _gate_gradients(stats, g, marks)
+    dskip = None if skip is None else jnp.sum(stats[:, :, :, kernels.SKIP_GRAD], axis=(0, 2, 3))
     dstate = ends[1, :, 0].swapaxes(-1, -2) if options.has_state else None
-    return dq, dk, dv, dg, dscale, dstate
+    return dq, dk, dv, dg, dscale, dskip, dstate
 
 
 def _settings(options, *names):

@@ -4,10 +4,11 @@ One chunk is ``CHUNK`` = 64 tokens. With G the cumulated log2 decay inside a chu
 entering it (`[K, V]`, kept transposed as `[V, K]` in float32 registers), the kernels compute
 
     P   = (q k^T) * exp2(G_i - G_j) * w_j        for j <= i
-    o   = scale * (exp2(G) (q S) + P v)
+    o   = scale * (exp2(G) (q S) + P v) + d v
     S'  = exp2(G_last) S + (exp2(G_last - G_j) w_j k)^T v
 
-where w is an optional weight of every value row. G arrives as one float32 per token and head,
+where w is an optional weight of every value row and d an optional factor per head of the values
+as they come. G arrives as one float32 per token and head,
 `[B, H, chunks, 64]`, in which a document start is a decay whose exp2 is exactly zero. G is never
 positive, so a padded token is marked by 1 - G; its row exponent becomes -inf and its column
 exponent +inf, and all its products vanish.
@@ -41,6 +42,7 @@ STATE_QUERY = 2  # share of the state entering the chunk in output i
 STATE_KEY = 3  # share of token j in the state leaving the chunk
 THROUGH = 4  # exp2(G_last) <S, dS>, in parts: their total counts
 WEIGHT_GRAD = 5  # gradient of w_j, only with weights
+SKIP_GRAD = 6  # token j's part of the gradient of d, only with a skip
 
 WGMMA = plgpu.Layout.WGMMA
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -214,7 +216,7 @@ def _meet(barrier):
 
 
 @cm.traced_once("scale", "per_piece", "marked", "interpret")
-def forward(q, k, v, gates, weights, starts, *, scale, per_piece, marked, interpret=None):
+def forward(q, k, v, gates, weights, skip, starts, *, scale, per_piece, marked, interpret=None):
     """Outputs and final states; one block walks one piece of a row's chunks.
 
     Per block: V / 64 warpgroups own 64 value rows of the transposed state each and run the serial
@@ -223,6 +225,7 @@ def forward(q, k, v, gates, weights, starts, *, scale, per_piece, marked, interp
     Args:
       q, k: `[B, T, Hq, K]`; v: `[B, T, H, V]`; gates: `[B, H, chunks, 64]` float32, `marked` if
         padding may be in them; weights: of the value rows, like gates, or None.
+      skip: `[H]` float32, what of v is added to the outputs, or None.
       starts: `[B, pieces, H, V, K]` float32 state entering every piece, or None for zero.
       per_piece: chunks of a piece (of the last one: at most).
 
@@ -280,6 +283,7 @@ def forward(q, k, v, gates, weights, starts, *, scale, per_piece, marked, interp
     ):
         refs = list(refs)
         w_ref = refs.pop(0) if weighted else None
+        skip_ref = refs.pop(0) if skip is not None else None
         start_ref = refs.pop(0) if starts is not None else None
         o_ref, end_ref = refs
         piece_row, h = lax.axis_index("p"), lax.axis_index("h")
@@ -372,6 +376,8 @@ def forward(q, k, v, gates, weights, starts, *, scale, per_piece, marked, interp
                 plgpu.barrier_arrive(s_free.at[pub])
                 inter = inter * _by_row(jnp.exp2(row), s.value)
                 out = _product(scores, v_s.at[slot], (CHUNK, s.value), inter) * scale
+                if skip_ref is not None:
+                    out = out + _load(v_s.at[slot]) * skip_ref[h]
                 plgpu.barrier_arrive(free.at[slot])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 o_s[lane] = out.astype(v.dtype)
@@ -388,7 +394,7 @@ def forward(q, k, v, gates, weights, starts, *, scale, per_piece, marked, interp
         pl.when(wg == states + outs)(load_inputs)
         _meet(done)
 
-    args = [x for x in (q, k, v, gates, weights, starts) if x is not None]
+    args = [x for x in (q, k, v, gates, weights, skip, starts) if x is not None]
     return _kernel(
         body,
         name="jla_la_forward",
@@ -600,7 +606,7 @@ def walk(
 
 @cm.traced_once("scale", "splits", "per_block", "marked", "interpret")
 def gradients(
-    q, k, v, do, states, gates, weights, *, scale, splits, per_block, marked, interpret=None
+    q, k, v, do, states, gates, weights, skip, *, scale, splits, per_block, marked, interpret=None
 ):
     """Gradients of every chunk from its entering state and the gradient of its leaving state.
 
@@ -611,6 +617,7 @@ def gradients(
     Args:
       q, k: `[B, T, Hq, K]`; v, do: `[B, T, H, V]`.
       states: `[2, B, H, chunks, V, K]`, entering states and gradients of leaving states.
+      skip: as in `forward`; only with weights.
 
     Returns:
       dq, dk `[B, T, Hq * splits, K]` (float32 if splits > 1), dv `[B, T, H, V]`, statistics
@@ -620,7 +627,7 @@ def gradients(
     dtype, item = v.dtype, jnp.dtype(v.dtype).itemsize
     grouped = s.heads_per_group > 1
     shift, factor = (math.log2(scale), None) if scale > 0 else (0.0, scale)
-    stats = WEIGHT_GRAD + (weights is not None)
+    stats = WEIGHT_GRAD + (weights is not None) + (skip is not None)
     sum_dtype = F32 if splits > 1 else dtype
     weighted = weights is not None
     shared = 2 * CHUNK * s.key * item
@@ -681,6 +688,7 @@ def gradients(
         w_s=None,
     ):
         w_ref = refs[0] if weighted else None
+        skip_ref = refs[1] if skip is not None else None
         dq_ref, dk_ref, dv_ref, stat_ref = refs[-4:]
         b, line, x = lax.axis_index("b"), lax.axis_index("h"), lax.axis_index("n")
         wg = lax.axis_index("wg")
@@ -853,7 +861,8 @@ def gradients(
                     weight = _row_vector(w_s.at[slot])
                     pairs = pairs * weight
                 send_stat(pairs, PAIR_KEY, n, h)
-                weight_grad, reach = 0.0, gates.shifted(gates.last(), -1, rows=True)
+                weight_grad, skip_grad = 0.0, 0.0
+                reach = gates.shifted(gates.last(), -1, rows=True)
                 for part in parts_of(s.value):
                     dv = _product(key, dh_s.at[slot, part].T, (CHUNK, CHUNK))
                     dv = dv * _by_row(reach, CHUNK)
@@ -863,10 +872,16 @@ def gradients(
                             dv * _load(v_s.at[slot, :, part]), axis=1
                         )
                         dv = dv * _by_row(weight, CHUNK)
+                    if skip_ref is not None:
+                        do = _load(do_s.at[slot, :, part])
+                        skip_grad = skip_grad + jnp.sum(do * _load(v_s.at[slot, :, part]), axis=1)
+                        dv = dv + do * skip_ref[h]
                     dv_s[:, part] = dv.astype(dtype)
                 plgpu.barrier_arrive(free.at[slot])
                 if weighted:
                     send_stat(weight_grad, WEIGHT_GRAD, n, h)
+                if skip_ref is not None:
+                    send_stat(skip_grad, SKIP_GRAD, n, h)
                 send(dv_s, dv_ref, n, h)
                 return total
 
@@ -895,4 +910,4 @@ def gradients(
         grid=(("b", s.batch), ("h", lines), ("n", blocks)),
         threads=4,
         interpret=interpret,
-    )(*(x for x in (q, k, v, do, states, gates, weights) if x is not None))
+    )(*(x for x in (q, k, v, do, states, gates, weights, skip) if x is not None))

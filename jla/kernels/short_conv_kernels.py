@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jla.kernels import common as cm
-from jla.kernels.gated_norm import sigmoid
 
 TOKENS, TILES = 16, 8
 SPAN = TOKENS * TILES  # tokens of a block
@@ -63,7 +62,7 @@ def forward(x, kernel, bias, state, ids, *, silu):
                 for r, mark in enumerate(marks):
                     met = _met(window, strip.load(x_s.at[slot, r]), mark)
                     z = _weighted(taps, met, bias)
-                    y = _kept(z * sigmoid(z) if silu else z, mark)
+                    y = _kept(z * cm.sigmoid(z) if silu else z, mark)
                     x_s.at[slot, r][...] = y.astype(x.dtype)
                     window = _slide(window, met[1:], mark)
                 return tuple(window), last
@@ -126,7 +125,7 @@ def backward(x, dy, kernel, bias, state, ids, *, silu):
             met = _met(window, _kept(x, mark), mark)
             if silu:
                 z = _weighted(taps, met, bias)
-                gate = sigmoid(z)
+                gate = cm.sigmoid(z)
                 dy = dy * gate * (1.0 + z * (1.0 - gate))
             return _kept(dy, mark), met
 

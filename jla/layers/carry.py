@@ -7,13 +7,16 @@ after chosen tokens are wanted instead of the one after the last (see
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jla.layers.mixer import Cache
 from jla.nn import ShortConvolution
+from jla.nn.channels import only
 from jla.ops import Options, token_shift
 
 
@@ -31,16 +34,28 @@ def op_options(mixer: Any, segment_ids: jax.Array | None, cache: Cache | None) -
 
 
 def filtered(
-    convolution: ShortConvolution, x: jax.Array, segment_ids: jax.Array | None, cache: Cache | None
-) -> tuple[jax.Array, jax.Array | None]:
-    """``x [B, T, D]`` through a mixer's only convolution, and the windows after it."""
+    convolution: ShortConvolution,
+    streams: Sequence[jax.Array],
+    segment_ids: jax.Array | None,
+    cache: Cache | None,
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """Neighbouring channels ``[B, T, D]``, each through its part of a mixer's only convolution,
+    and the windows of all after them."""
     before = cache or {}
-    return convolution(
-        x,
-        segment_ids=segment_ids,
-        window=before.get("conv_state"),
-        state_positions=before.get("state_positions"),
-    )
+    window = before.get("conv_state")
+    ends = itertools.accumulate(x.shape[-1] for x in streams)
+    filtered, windows = [], []
+    for x, end in zip(streams, ends, strict=True):
+        part = slice(end - x.shape[-1], end)
+        y, after = only(convolution, part.start, part.stop)(
+            x,
+            segment_ids=segment_ids,
+            window=None if window is None else window[..., part],
+            state_positions=before.get("state_positions"),
+        )
+        filtered.append(y)
+        windows.append(after)
+    return filtered, None if window is None else jnp.concatenate(windows, axis=-1)
 
 
 def shifted(

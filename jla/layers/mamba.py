@@ -12,6 +12,7 @@ from jla.layers import carry
 from jla.layers.mixer import Cache, TokenMixer
 from jla.layers.state_space import check_switches
 from jla.nn import ShortConvolution, init
+from jla.nn.channels import project
 from jla.nn.check import check_choice
 from jla.nn.param import float32_param
 from jla.ops import selective_scan
@@ -112,8 +113,8 @@ class Mamba(TokenMixer):
 
     def mix(self, x, *, segment_ids, positions, cache):
         """See :meth:`TokenMixer.mix`; the cache holds the window and the state."""
-        x, gate = jnp.split(self.in_proj(x), 2, axis=-1)
-        x, window = carry.filtered(self.conv1d, x, segment_ids, cache)
+        x, gate = project(self.in_proj, x, (self.intermediate_size,) * 2)
+        (x,), window = carry.filtered(self.conv1d, [x], segment_ids, cache)
         ends = (self.dt_rank, self.dt_rank + self.state_size)
         low, B, C = jnp.split(self.x_proj(x), ends, axis=-1)
         steps, dt_bias = self._steps(low)

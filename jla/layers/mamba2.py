@@ -14,6 +14,7 @@ from jla.layers import carry
 from jla.layers.mixer import Cache, TokenMixer
 from jla.layers.state_space import check_switches, count_heads
 from jla.nn import GatedRMSNorm, ShortConvolution, init
+from jla.nn.channels import project
 from jla.nn.param import float32_param
 from jla.ops import ssd
 
@@ -129,9 +130,10 @@ class Mamba2(TokenMixer):
     def mix(self, x, *, segment_ids, positions, cache):
         """See :meth:`TokenMixer.mix`; the cache holds the window and the state."""
         inner, groups = self.intermediate_size, self.n_groups * self.state_size
-        gate, x, dt = jnp.split(self.in_proj(x), (inner, 2 * inner + 2 * groups), axis=-1)
-        x, window = carry.filtered(self.conv1d, x, segment_ids, cache)
-        x, B, C = jnp.split(x, (inner, inner + groups), axis=-1)
+        gate, x, rest = project(self.in_proj, x, (inner, inner, 2 * groups + self.num_heads))
+        B_C, dt = jnp.split(rest, [2 * groups], axis=-1)
+        (x, B_C), window = carry.filtered(self.conv1d, [x, B_C], segment_ids, cache)
+        B, C = jnp.split(B_C, 2, axis=-1)
         y, *states = ssd(
             x.reshape(*x.shape[:2], -1, self.head_dim),
             dt,

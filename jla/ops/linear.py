@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jla.kernels import limits
-from jla.kernels.sharding import RECURRENCE, per_device
+from jla.kernels.sharding import RECURRENCE, Layout, per_device
 from jla.ops import segments
 from jla.ops.chunking import accumulator
 from jla.ops.decay import Decay, back, forth
@@ -63,11 +63,12 @@ def simple_gla(
     return run(SIMPLE_GLA, (scaled(q, scale), k, v), g[..., None], **options)
 
 
-def on_hopper(q, k, v, g, *, scale=None, weights=None, **options: Unpack[Options]):
-    """:func:`simple_gla` by its kernel; ``weights [B, T, H]`` are factors of the values."""
+def on_hopper(q, k, v, g, *, scale=None, weights=None, skip=None, **options: Unpack[Options]):
+    """:func:`simple_gla` by its kernel; ``weights [B, T, H]`` are factors of the values, and so
+    much of each head's, ``skip [H]``, is added to the outputs."""
     from jla.kernels import linear_attention as kernels
 
-    def kernel(q, k, v, per_token, state, marks):
+    def kernel(q, k, v, per_token, state, marks, skip):
         o, state = kernels.linear_attention(
             q,
             k,
@@ -77,13 +78,15 @@ def on_hopper(q, k, v, g, *, scale=None, weights=None, **options: Unpack[Options
             initial_state=state,
             marks=marks,
             v_scale=per_token["weights"],
+            skip=skip,
         )
         return o, state if options.get("output_final_state") else None
 
     marks = segments.marks_or_none(options.get("segment_ids"), v)
     gates = dict(g=g, weights=weights)
     state = options.get("initial_state")
-    return per_device(kernel, RECURRENCE, 2, q, k, v, gates, state, marks)
+    layout = Layout((*RECURRENCE.operands, "h"), RECURRENCE.results)
+    return per_device(kernel, layout, 2, q, k, v, gates, state, marks, skip)
 
 
 def gla(

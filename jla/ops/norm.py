@@ -99,7 +99,7 @@ def rms_norm(
         facts = dict(gate=gate, activation=activation, eps=eps)
         ways = dict(norm_before_gate=norm_before_gate, group_size=group_size)
         if choose(x, scale, impl=impl, **facts, **ways).impl == "mosaic":
-            return _on_hopper(x, scale, gate, activation=activation, eps=eps)
+            return _on_hopper(x, scale, gate, activation=activation, eps=eps, **ways)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     factor = 1 if gate is None else ACTIVATIONS[activation](gate.astype(wide.dtype))
     wide = wide if norm_before_gate else wide * factor

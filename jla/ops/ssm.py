@@ -105,7 +105,9 @@ def ssd(
     choice = choose_ssd(x, dt, A, B, C, impl=options.get("impl", "auto"), state_positions=positions)
     if choice.impl == "mosaic":
         check_operands(q=C, k=B, v=x, initial_state=options.get("initial_state"))
-        y, *states = on_hopper(C, B, x, dt * A, scale=1.0, weights=dt, **options)
+        per_head = D is not None and D.ndim == 1  # the kernel adds such a skip itself
+        skip, D = (D, None) if per_head else (None, D)
+        y, *states = on_hopper(C, B, x, dt * A, scale=1.0, weights=dt, skip=skip, **options)
     else:
         values = (dt[..., None] * x).astype(x.dtype)
         y, *states = simple_gla(C, B, values, dt * A, scale=1.0, **options)

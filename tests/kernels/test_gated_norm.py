@@ -29,10 +29,17 @@ class Case:
     dtype: str = "bfloat16"
     activation: str = "swish"
     scale: bool = True
+    group: int | None = None  # of a norm after the gate
 
     def __str__(self):
         sizes = "x".join(map(str, self.shape))
-        return f"{sizes}-{self.dtype}-{self.activation}" + ("" if self.scale else "-unscaled")
+        name = f"{sizes}-{self.dtype}-{self.activation}" + ("" if self.scale else "-unscaled")
+        return name + (f"-{self.group}" if self.group else "")
+
+    @property
+    def ways(self):
+        order = dict(norm_before_gate=not self.group, group_size=self.group)
+        return dict(activation=self.activation) | order
 
 
 def inputs(case, seed=0):
@@ -48,11 +55,14 @@ def inputs(case, seed=0):
     return x.astype(dtype), scale, gate.astype(dtype), dy.astype(dtype)
 
 
-def reference(x, scale, gate, *, activation):
-    y = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + EPS)
-    y = y if scale is None else y * scale
+def reference(x, scale, gate, *, activation, norm_before_gate, group_size):
     s = 1 / (1 + jnp.exp(-gate))
-    return y * (s if activation == "sigmoid" else gate * s)
+    act = s if activation == "sigmoid" else gate * s
+    x = x if norm_before_gate else x * act
+    groups = x.reshape(*x.shape[:-1], -1, group_size or x.shape[-1])
+    y = (groups / jnp.sqrt(jnp.mean(groups * groups, -1, keepdims=True) + EPS)).reshape(x.shape)
+    y = y if scale is None else y * scale
+    return y * act if norm_before_gate else y
 
 
 def with_gradients(fn, x, scale, gate, dy):
@@ -66,13 +76,13 @@ def with_gradients(fn, x, scale, gate, dy):
 
 
 def kernel_results(case, args):
-    fn = functools.partial(gated_norm, activation=case.activation, eps=EPS)
+    fn = functools.partial(gated_norm, eps=EPS, **case.ways)
     args = [None if x is None else jnp.asarray(x) for x in args]
     return jax.jit(lambda *args: with_gradients(fn, *args))(*args)
 
 
 def reference_results(case, args):
-    fn = functools.partial(reference, activation=case.activation)
+    fn = functools.partial(reference, **case.ways)
     with jax.enable_x64(True):
         wide = [None if x is None else jnp.asarray(np.asarray(x, np.float64)) for x in args]
         run = jax.jit(lambda *args: with_gradients(fn, *args))
@@ -98,6 +108,9 @@ INTERPRETED = (
     Case((1, 128), activation="sigmoid", dtype="float16"),
     Case((2, 70, 1, 256), scale=False),
     Case((9, 32, 256)),
+    Case((3, 5, 512), group=512),
+    Case((7, 1536), group=768, activation="sigmoid", dtype="float16"),
+    Case((3, 512), group=256, scale=False),
 )
 
 
@@ -117,9 +130,9 @@ def specs(*shape, dtype="bfloat16"):
     return x, jax.ShapeDtypeStruct(shape[-1:], "float32"), x
 
 
-def step(x, scale, gate):
+def step(x, scale, gate, **ways):
     """The output and every gradient."""
-    fn = functools.partial(gated_norm, activation="swish", eps=EPS)
+    fn = functools.partial(gated_norm, activation="swish", eps=EPS, **ways)
     y, pull = jax.vjp(fn, x, scale, gate)
     return y, pull(y)
 
@@ -128,6 +141,13 @@ def step(x, scale, gate):
 @pytest.mark.parametrize("shape", [(1, 64), (2, 333, 4, 128), (5, 1000, 256)], ids=str)
 def test_lowers_for_cuda(shape, dtype):
     jax.jit(step).trace(*specs(*shape, dtype=dtype)).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dim, group", [(1536, 1536), (4096, 512)])
+def test_lowers_for_cuda_gate_first(dim, group, dtype):
+    fn = functools.partial(step, norm_before_gate=False, group_size=group)
+    jax.jit(fn).trace(*specs(2, 33, dim, dtype=dtype)).lower(lowering_platforms=("cuda",))
 
 
 def test_lowers_under_vmap_and_remat():
@@ -150,14 +170,20 @@ RESOURCES = {
     ("gated_norm_backward", 64): (100352, 201, 0),
     ("gated_norm_backward", 128): (100352, 254, 0),
     ("gated_norm_backward", 256): (198656, 255, 32),
+    ("gated_norm_wide_forward", 1536): (2048, 56, 0),
+    ("gated_norm_wide_forward", 4096): (2048, 117, 0),
+    ("gated_norm_wide_backward", 1536): (2048, 157, 0),
+    ("gated_norm_wide_backward", 4096): (2048, 255, 24),
 }
 
 
 @pytest.mark.skipif(not offline.available(), reason="needs the CUDA plugin wheels")
 @pytest.mark.timeout(300, method="thread")
-@pytest.mark.parametrize("dim", kernels.DIMS)
+@pytest.mark.parametrize("dim", [*kernels.DIMS, 1536, 4096])
 def test_compiles_offline(dim):
-    for report in offline.compile_kernels(step, *specs(8, 2048, 16, dim)):
+    fn = functools.partial(step, norm_before_gate=dim in kernels.DIMS)
+    shape = (8, 2048, 16, dim) if dim in kernels.DIMS else (8, 2048, dim)
+    for report in offline.compile_kernels(fn, *specs(*shape)):
         print(dim, report)
         assert not report.bad_notes and not report.early_uses, report
         found = (report.smem, report.registers, report.spills)
@@ -171,6 +197,8 @@ def test_refuses():
         run(x.astype(jnp.float32), None, x)
     with pytest.raises(NotImplementedError, match="D=32"):
         run(x[:, :32], None, x[:, :32])
+    with pytest.raises(NotImplementedError, match="groups of 64"):
+        run(x, None, x, norm_before_gate=False)
     with pytest.raises(ValueError, match="agree"):
         run(x, None, x[:2])
 
@@ -188,6 +216,8 @@ def hopper(monkeypatch):
         (dict(gate=jax.ShapeDtypeStruct((8, 64), "float32")), "got bfloat16, float32"),
         (dict(activation="relu"), "got 'relu'"),
         (dict(eps=0.0), "eps must be above 0"),
+        (dict(group_size=32), "before the gate it normalises all of D"),
+        (dict(norm_before_gate=False), "groups of 256, 512 .. 4096 channels, got 64"),
     ],
 )
 def test_the_op_tells_what_the_kernel_lacks(hopper, options, reason):
@@ -225,6 +255,11 @@ GPU = (
     Case((1, 128)),
     Case((1, 1, 1, 64), activation="silu"),
     Case((65, 256), dtype="float16"),
+    Case((2, 1001, 4096), group=4096),
+    Case((1, 700, 1536), group=1536, activation="sigmoid", dtype="float16"),
+    Case((333, 4096), group=1024),
+    Case((5000, 2560), group=2560, scale=False),
+    Case((3, 768), group=768),
 )
 
 
@@ -238,10 +273,10 @@ def test_gpu_parity(case):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(120, method="thread")
-@pytest.mark.parametrize("dim", kernels.DIMS)
+@pytest.mark.parametrize("dim", [*kernels.DIMS, 4096])
 def test_gpu_deterministic(dim):
     need_gpu()
-    case = Case((30_001, dim))
+    case = Case((30_001, dim), group=None if dim in kernels.DIMS else dim)
     args = inputs(case)
     first, *rest = (kernel_results(case, args) for _ in range(4))
     for other in rest:

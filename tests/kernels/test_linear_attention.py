@@ -39,6 +39,7 @@ class Case(drawn.Named):
     documents: bool = False
     state: bool = False
     weights: bool = False
+    skip: bool = False
     pieces: int | None = None
 
 
@@ -77,17 +78,22 @@ def inputs(case, seed=0):
         values["initial_state"] = normal(*state)
     if c.weights:
         values["v_scale"] = jnp.log1p(jnp.exp(normal(*tokens, c.heads)))
+    if c.skip:
+        values["skip"] = normal(c.heads)
     ids = (
         jnp.asarray(drawn.packed(*tokens, rng, range(1, max(2, c.length // 3)), 0.05))
         if c.documents
         else None
     )
+    if c.skip and c.documents:
+        values["v"] = jnp.where((ids != 0)[..., None, None], values["v"], 0)
     cotangents = normal(*tokens, c.heads, c.value, dtype=c.dtype), normal(*state, factor=0.1)
     return values, ids, cotangents
 
 
-def reference(q, k, v, g, *, scale, initial_state=None, segment_ids=None, v_scale=None):
+def reference(q, k, v, g, *, scale, initial_state=None, segment_ids=None, v_scale=None, skip=0.0):
     """The recurrence, token by token, in q's dtype."""
+    skipped = v * jnp.broadcast_to(skip, v.shape[2])[:, None]
     batch, length, heads, value = v.shape
     q, k = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (q, k))
     g = jnp.broadcast_to(0.0 if g is None else g, (batch, length, heads))
@@ -113,7 +119,7 @@ def reference(q, k, v, g, *, scale, initial_state=None, segment_ids=None, v_scal
     over = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, segment_ids))
     first = initial_state, jnp.zeros((batch,), segment_ids.dtype)
     (state, _), out = lax.scan(token, first, over)
-    return jnp.moveaxis(out, 0, 1), state
+    return jnp.moveaxis(out, 0, 1) + skipped, state
 
 
 def results(fn, values, cotangents, **options):
@@ -160,7 +166,7 @@ def check(case, bound=8e-3):
     print(case, " ".join(f"{n}={e:.1e}" for n, e in found.items()))
     assert all(e < bound for e in found.values()), found
     if ids is not None:
-        for name in ("o", "dq", "dk", "dv", "dg", "dv_scale"):
+        for name in ("o", "dq", "dk", "dg", "dv_scale", *([] if case.skip else ["dv"])):
             assert name not in got or not np.any(got[name][np.asarray(ids) == 0]), name
 
 
@@ -168,7 +174,7 @@ INTERPRETED = (
     Case(length=130, heads=1, groups=1),
     Case(length=192, documents=True, state=True, pieces=2),
     Case(length=300, heads=1, groups=1, documents=True, state=True, pieces=3),
-    Case(groups=1, key=128, documents=True, state=True, weights=True),
+    Case(groups=1, key=128, documents=True, state=True, weights=True, skip=True),
     Case(length=128, heads=1, groups=1, key=128, value=128, gates="hard"),
     Case(length=1, heads=1, groups=1, state=True, gates="none"),
 )
@@ -189,7 +195,8 @@ def test_wide_heads_interpreted(monkeypatch):
     """Heads wider than the widest, here 64, are cut into parts."""
     monkeypatch.setattr(common, "WIDEST", 64)
     with interpret_shim.interpreted():
-        check(Case(length=70, heads=1, groups=1, key=80, value=96, documents=True, state=True))
+        heads = dict(heads=1, groups=1, key=80, value=96, weights=True, skip=True)
+        check(Case(length=70, **heads, documents=True, state=True))
 
 
 def specs(batch, length, groups, heads, key, value, dtype="bfloat16"):
@@ -197,17 +204,19 @@ def specs(batch, length, groups, heads, key, value, dtype="bfloat16"):
     v = jax.ShapeDtypeStruct((batch, length, heads, value), dtype)
     g = jax.ShapeDtypeStruct((batch, length, heads), "float32")
     state = jax.ShapeDtypeStruct((batch, heads, key, value), "float32")
-    return q, q, v, g, g, state
+    skip = jax.ShapeDtypeStruct((heads,), "float32")
+    return q, q, v, g, g, skip, state
 
 
-def step(q, k, v, g, weights, state):
+def step(*args):
     """A sum over outputs and state with all its gradients."""
 
-    def loss(q, k, v, g, weights, state):
-        o, end = linear_attention(q, k, v, g, scale=SCALE, v_scale=weights, initial_state=state)
+    def loss(q, k, v, g, weights, skip, state):
+        more = dict(v_scale=weights, skip=skip, initial_state=state)
+        o, end = linear_attention(q, k, v, g, scale=SCALE, **more)
         return jnp.sum(o.astype(jnp.float32)) + jnp.sum(end)
 
-    return jax.value_and_grad(loss, argnums=tuple(range(6)))(q, k, v, g, weights, state)
+    return jax.value_and_grad(loss, argnums=tuple(range(len(args))))(*args)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
@@ -237,7 +246,7 @@ RESOURCES = {
     },
     (128, 64, 1): {
         ("jla_la_forward", 216064, 128, 0),
-        ("jla_la_gradients", 211968, 128, 112),
+        ("jla_la_gradients", 211968, 128, 188),
         ("jla_la_maps", 75776, 134, 0),
         ("jla_la_maps", 75776, 136, 0),
         ("jla_la_states", 108544, 139, 0),
@@ -277,11 +286,14 @@ GPU = (
     Case(**LARGE, gates="head"),
     Case(batch=4, length=640, heads=32, groups=1, key=128, weights=True),
     Case(length=1300, heads=8, groups=1, key=128, weights=True, documents=True, state=True),
+    Case(**LARGE | dict(groups=2), key=128, weights=True, skip=True, documents=True),
+    Case(batch=4, length=640, heads=32, groups=1, key=128, weights=True, skip=True),
+    Case(**LARGE, value=128, weights=True, skip=True, gates="none"),
     Case(length=2048, heads=4, groups=4, key=128, value=128, state=True),
     Case(length=1111, key=128, documents=True, state=True, pieces=3),
     Case(length=4096, heads=8, groups=1, key=128, documents=True, state=True, pieces=4),
     Case(length=1, key=128, value=128, state=True),
-    Case(**LARGE | dict(groups=2), key=256, value=320, documents=True, weights=True),
+    Case(**LARGE | dict(groups=2), key=256, value=320, documents=True, weights=True, skip=True),
     Case(length=256, gates="-20"),
     Case(length=256, gates="-1e-4", key=128, value=128),
 )

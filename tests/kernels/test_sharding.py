@@ -83,21 +83,27 @@ def simple_gla(q, k, v, g, weights, state, marks, scale):
     return ops.simple_gla(q, k, v, g, scale=scale, impl="chunk", **more)
 
 
-def linear_forward(q, k, v, g, weights, state, marks, options):
-    out = simple_gla(q, k, v, g, weights, state, marks, options.scale)
+def with_skip(q, k, v, g, weights, skip, state, marks, scale):
+    o, state = simple_gla(q, k, v, g, weights, state, marks, scale)
+    return (o if skip is None else (o + v * skip[:, None]).astype(o.dtype)), state
+
+
+def linear_forward(q, k, v, g, weights, skip, state, marks, options):
+    out = with_skip(q, k, v, g, weights, skip, state, marks, options.scale)
     by_head = None if weights is None else jnp.swapaxes(weights, 1, 2)[:, :, None]
     starts = None if state is None else jnp.swapaxes(state, 2, 3)[:, None]
     return out, (jnp.swapaxes(g, 1, 2)[:, :, None], by_head, starts)
 
 
-def linear_backward(q, k, v, g, marks, gates, weights, starts, do, dend, options):
+def linear_backward(q, k, v, g, skip, marks, gates, weights, starts, do, dend, options):
     del g
     operands = (
         q, k, v, jnp.swapaxes(gates[:, :, 0], 1, 2),
         None if weights is None else jnp.swapaxes(weights[:, :, 0], 1, 2),
+        skip,
         None if starts is None else jnp.swapaxes(starts[:, 0], 2, 3),
     )  # fmt: skip
-    pull = jax.vjp(lambda *x: simple_gla(*x, marks, options.scale), *operands)[1]
+    pull = jax.vjp(lambda *x: with_skip(*x, marks, options.scale), *operands)[1]
     return pull((do, dend))
 
 
@@ -170,7 +176,7 @@ def delta(x, ids, impl):
 def mamba2(x, ids, impl):
     dt = jax.nn.softplus(x["gate"])
     more = dict(initial_state=x["state"], output_final_state=True, segment_ids=ids, impl=impl)
-    return ops.ssd(x["v"], dt, -jnp.ones(H), x["k"], x["q"], **more)
+    return ops.ssd(x["v"], dt, -jnp.ones(H), x["k"], x["q"], jnp.arange(1.0, H + 1), **more)
 
 
 INPUTS = {
