@@ -117,7 +117,8 @@ def layer_call(lib: str, name: str):
         def forward(inputs):
             return equinox.combine(inputs["parameters"], rest)(inputs["x"])
 
-    return forward, dict(x=x, parameters=state), dict(op=layer, p=dict(B=shape[0], T=shape[1]))
+    facts: dict[str, Any] = dict(op=layer, p=dict(B=shape[0], T=shape[1]))
+    return forward, dict(x=x, parameters=state), facts
 
 
 def peer_layer(layer: str):

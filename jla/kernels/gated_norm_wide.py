@@ -68,12 +68,12 @@ def backward(x, scale, gate, dy, options):
         for ref, total in zip(sums_ref, sums, strict=True):
             ref.at[lax.axis_index("n")][...] = total
 
-    inputs = [x, gate, dy] + ([] if scale is None else [scale])
-    out = [x, x] + (
-        [] if scale is None else [jax.ShapeDtypeStruct((walk.blocks, walk.dim), cm.F32)]
-    )
-    dx, dgate, *sums = walk.launch(body, "gated_norm_wide_backward", out, inputs)
-    return dx, dgate, *(total.reshape(-1, *scale.shape) for total in sums)
+    if scale is None:
+        return walk.launch(body, "gated_norm_wide_backward", [x, x], [x, gate, dy])
+    sums = jax.ShapeDtypeStruct((walk.blocks, walk.dim), cm.F32)
+    inputs = [x, gate, dy, scale]
+    dx, dgate, sums = walk.launch(body, "gated_norm_wide_backward", [x, x, sums], inputs)
+    return dx, dgate, sums.reshape(-1, *scale.shape)
 
 
 class _Walk:
