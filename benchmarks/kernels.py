@@ -39,6 +39,8 @@ def main() -> None:
         for lib in ("ours", "peer") if options.peer else ("ours",):
             process = start(lib, f"kernels.show{(lib, name)!r}", options.peer)
             print(process.communicate()[0])
+            if process.returncode:
+                raise SystemExit(f"{name} {lib} failed")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def gated_norm(x, scale, gate, *, activation, eps, norm_before_gate=True, group_
     """Normalised, scaled and gated x.
 
     Args:
-      x, gate: [..., D] in one dtype, bfloat16 or float16; D as ``fits`` has it.
+      x, gate: [..., D] in one dtype, bfloat16 or float16; D in 64, 128, 256; gated
+        first, in groups of a multiple of 256 channels, at most 4096.
       scale: [D] or None.
       activation: "swish", "silu" (the same) or "sigmoid".
       eps: positive.

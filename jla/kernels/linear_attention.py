@@ -100,10 +100,16 @@ def linear_attention(
 
     Returns:
       o `[B, T, H, V]` in v's dtype and the state after the last token, `[B, H, K, V]` float32.
+
+    Raises:
+      NotImplementedError: shapes or dtypes that the kernels lack.
+      ValueError: skip without v_scale.
     """
     reason = unsupported_reason(q, k, v)
     if reason is not None:
         raise NotImplementedError(reason)
+    if skip is not None and v_scale is None:
+        raise ValueError("skip needs v_scale, got None")
     rest = dict(scale=scale, marks=marks, v_scale=v_scale, pieces=pieces, interpret=interpret)
     if q.shape[3] > cm.WIDEST:
         return _by_key_parts(q, k, v, g, initial_state, skip, rest)

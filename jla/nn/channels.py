@@ -11,11 +11,11 @@ from flax import nnx
 
 from jla.kernels.sharding import alone
 
-LONG = 128  # tokens of a row from which a product of its own is cheaper than a copy
+LONG = 128  # tokens of a row from which Hopper kernels read its parts
 
 
 def project(linear: nnx.Module, x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-    """``linear(x [B, T, D])`` cut into ``[B, T, size]``, one a size.
+    """``linear(x [B, T, D])`` cut into ``[B, T, size]``, one a size; all sizes are its outputs.
 
     Long rows meet the kernel's columns part by part: columns cut out of one product are copied for
     the Hopper kernels that read them, and their gradients are copied together. What is not

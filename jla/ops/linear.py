@@ -64,8 +64,11 @@ def simple_gla(
 
 
 def on_hopper(q, k, v, g, *, scale=None, weights=None, skip=None, **options: Unpack[Options]):
-    """:func:`simple_gla` by its kernel; ``weights [B, T, H]`` are factors of the values, and so
-    much of each head's, ``skip [H]``, is added to the outputs."""
+    """:func:`simple_gla` by its kernel.
+
+    ``weights [B, T, H]`` are factors of the values in the state; ``skip [H]``, only with weights,
+    is how much of the values themselves is added to the outputs.
+    """
     from jla.kernels import linear_attention as kernels
 
     def kernel(q, k, v, per_token, state, marks, skip):

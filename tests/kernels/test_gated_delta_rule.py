@@ -271,7 +271,7 @@ RESOURCES = {
         gdr_inverse=(165888, 168, 0),
         gdr_outputs=(210944, 168, 0),
         gdr_state_gradients=(219136, 168, 128),
-        gdr_token_gradients=(229376, 128, 576),
+        gdr_token_gradients=(229376, 128, 160),
     ),
 }
 

@@ -165,7 +165,7 @@ def check(case, bound=8e-3):
         found[name] = float(np.linalg.norm(x - ref) / max(np.linalg.norm(ref), 1e-30))
     print(case, " ".join(f"{n}={e:.1e}" for n, e in found.items()))
     assert all(e < bound for e in found.values()), found
-    if ids is not None:
+    if ids is not None:  # what the skip adds at padding is the caller's: it zeroes v there
         for name in ("o", "dq", "dk", "dg", "dv_scale", *([] if case.skip else ["dv"])):
             assert name not in got or not np.any(got[name][np.asarray(ids) == 0]), name
 
@@ -273,6 +273,8 @@ def test_refuses():
         linear_attention(*(x.astype("float32") for x in (q, k, v)), g, scale=1.0)
     with pytest.raises(NotImplementedError, match="incompatible"):
         linear_attention(q, k, v[:, :4], g, scale=1.0)
+    with pytest.raises(ValueError, match="skip needs v_scale"):
+        linear_attention(q, k, v, g, scale=1.0, skip=jnp.ones(2))
 
 
 LARGE = dict(batch=2, length=517, heads=4, groups=4, state=True)

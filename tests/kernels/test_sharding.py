@@ -247,6 +247,28 @@ def test_a_device_runs_its_rows_and_heads(op, over, explicit):
         assert not collectives(program)
 
 
+@BOTH
+def test_the_skip_s_gradient_is_summed_over_devices(explicit):
+    x, mesh = inputs(), host_mesh({"data": 2, "model": 2}, explicit=explicit)
+    ids = jax.device_put(IDS, NamedSharding(mesh, P("data")))
+
+    def gradient(impl, x, ids, skip):
+        def loss(skip):
+            more = dict(segment_ids=ids, impl=impl)
+            dt = jax.nn.softplus(x["gate"])
+            o = ops.ssd(x["v"], dt, -jnp.ones(H), x["k"], x["q"], skip, **more)[0]
+            return jnp.sum(o.astype(jnp.float32) ** 2)
+
+        return jax.grad(loss)(skip)
+
+    skip = jnp.arange(1.0, H + 1)
+    want = jax.device_get(jax.jit(functools.partial(gradient, "chunk"))(x, IDS, skip))
+    placed = place(mesh, x, "data", "model")
+    skip = jax.device_put(skip, NamedSharding(mesh, P("model")))
+    _, got = run_on(mesh, functools.partial(gradient, "mosaic"), placed, ids, skip)
+    assert_trees_close(got, want, dtype=BF16)
+
+
 def conv(x, ids, impl):
     y, window = ops.causal_conv1d(
         x["x"], x["kernel"], x["bias"], activation="silu", segment_ids=ids,
