@@ -179,7 +179,9 @@ RESOURCES = {
 
 @pytest.mark.skipif(not offline.available(), reason="needs the CUDA plugin wheels")
 @pytest.mark.timeout(300, method="thread")
-@pytest.mark.parametrize("dim", [*kernels.DIMS, 1536, 4096])
+@pytest.mark.parametrize(
+    "dim", [128, 4096, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (64, 256, 1536))]
+)
 def test_compiles_offline(dim):
     fn = functools.partial(step, norm_before_gate=dim in kernels.DIMS)
     shape = (8, 2048, 16, dim) if dim in kernels.DIMS else (8, 2048, dim)

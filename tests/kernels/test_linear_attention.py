@@ -256,7 +256,11 @@ RESOURCES = {
 
 @pytest.mark.skipif(not offline.available(), reason="needs the CUDA plugin wheels")
 @pytest.mark.timeout(300, method="thread")
-@pytest.mark.parametrize("dims", RESOURCES, ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [pytest.param(d, marks=() if d == (128, 64, 1) else pytest.mark.slow) for d in RESOURCES],
+    ids=str,
+)
 def test_compiles_offline(dims):
     key, value, groups = dims
     found = set()

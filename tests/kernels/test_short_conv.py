@@ -220,12 +220,15 @@ def step(x, kernel, bias, state, ids=None):
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("shape", [(2, 2049, 2048), (1, 1, 128)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 2049, 2048), pytest.param((1, 1, 128), marks=pytest.mark.slow)], ids=str
+)
 def test_lowers_for_cuda(shape, documents):
     args = specs(*shape, documents=documents, dtype="float16")
     jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.slow
 def test_lowers_under_vmap_and_remat():
     args = specs(2, 200, 256, documents=True)
     wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), args)
