@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import json
 import time
+from concurrent import futures
 
 START = time.perf_counter()
 
@@ -70,13 +71,21 @@ def train(name: str, impl: str, steps: int = 8) -> dict:
     def done(what):
         seconds[what] = time.perf_counter() - START - sum(seconds.values())
 
-    model = AutoModelForCausalLM.from_config(
-        MODELS[name], dtype=jnp.bfloat16, scan_layers=True, remat=True, rngs=nnx.Rngs(0)
-    )
-    graphdef, state = nnx.split(model)
+    def make():
+        return AutoModelForCausalLM.from_config(
+            MODELS[name], dtype=jnp.bfloat16, scan_layers=True, remat=True, rngs=nnx.Rngs(0)
+        )
+
     optimiser = optax.adamw(1e-4)
-    moments = jax.block_until_ready(jax.jit(optimiser.init)(state))
-    done("initialisation")
+
+    def initialise():
+        state = nnx.state(make())
+        return jax.block_until_ready((state, jax.jit(optimiser.init)(state)))
+
+    # The shapes are enough to compile the step, while another thread makes the parameters.
+    started = futures.ThreadPoolExecutor().submit(initialise)
+    graphdef, state = nnx.split(nnx.eval_shape(make))
+    moments = jax.eval_shape(optimiser.init, state)
 
     def step(state, moments, ids):
         def loss(state):
@@ -92,14 +101,16 @@ def train(name: str, impl: str, steps: int = 8) -> dict:
     done("tracing")
     run = lowered.compile()
     done("compilation")
+    state, moments = started.result()
+    done("waiting for parameters")
     state, moments, value = run(state, moments, ids)
     first = jax.block_until_ready(value)
     done("first step")
-    started = time.perf_counter()
+    began = time.perf_counter()
     for _ in range(steps):
         state, moments, value = run(state, moments, ids)
     jax.block_until_ready(value)
-    rate = steps * TOKENS / (time.perf_counter() - started)
+    rate = steps * TOKENS / (time.perf_counter() - began)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state))
     return dict(
         model=name, impl=impl, parameters=parameters, tokens_per_second=round(rate),

@@ -46,6 +46,16 @@ def scalar_decay():
     return lambda *x: ops.simple_gla(*x, segment_ids=IDS, impl="mosaic")[0], heads()
 
 
+def state_space():
+    b, c, x, dt = heads()
+    rates, skip = -jnp.ones(HEADS), jnp.ones(HEADS)
+
+    def run(x, dt, b, c, skip):
+        return ops.ssd(x, -dt, rates, b, c, skip, segment_ids=IDS, impl="mosaic")[0]
+
+    return run, (x, dt, b, c, skip)
+
+
 def convolution():
     x, taps = normal(0, B, T, 512), normal(1, 4, 512, dtype=jnp.float32)
     return lambda x, w: short_conv(x, w, silu=True, segment_ids=IDS), (x, taps)
@@ -56,7 +66,18 @@ def norm():
     return lambda *x: gated_norm(*x, activation="swish", eps=1e-5), (x, jnp.ones(SIZE), gate)
 
 
-CASES: dict[str, Callable] = {f.__name__: f for f in (delta_rule, scalar_decay, convolution, norm)}
+def norm_after_gate():
+    x, gate = normal(0, B, T, 512), normal(1, B, T, 512)
+    order = dict(norm_before_gate=False, group_size=256)
+    return lambda *x: gated_norm(*x, activation="swish", eps=1e-5, **order), (
+        x, jnp.ones(512), gate,
+    )  # fmt: skip
+
+
+CASES: dict[str, Callable] = {
+    f.__name__: f
+    for f in (delta_rule, scalar_decay, state_space, convolution, norm, norm_after_gate)
+}
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from jla.kernels.gated_delta_rule_forward import (
     BETA_GAMMA,
     BOUND,
     ROWS,
+    STEP,
     TO_END,
     TOTAL,
     C,
@@ -48,16 +49,25 @@ DEAD = -150.0  # log2 of a factor that leaves nothing of a float32
 def closed(tables, pieces):
     """How many chunks of a piece pass nothing of what enters them to its end; int32 [B, H, P].
 
-    If there are any, M is zero, and E begins with the last of them.
+    If there are any, M is zero, and E begins with the last of them. If the next piece begins with
+    a reset, which nothing of E survives, all chunks and one more: none is left for E.
     """
     passes = _passes(tables, pieces, lambda chunk, other: other >= chunk)
-    return jnp.sum(passes < DEAD, axis=-1, dtype=jnp.int32)
+    count = jnp.sum(passes < DEAD, axis=-1, dtype=jnp.int32)
+    ends = jnp.pad(_cleared(tables, pieces)[..., 1:], ((0, 0), (0, 0), (0, 1)))
+    return jnp.where(ends, passes.shape[-1] + 1, count)
 
 
 def reaching(tables, pieces):
     """How many chunks of a piece have gradients that reach its start; int32 [B, H, P]."""
     passes = _passes(tables, pieces, lambda chunk, other: other < chunk)
-    return jnp.sum(passes >= DEAD, axis=-1, dtype=jnp.int32)
+    count = jnp.sum(passes >= DEAD, axis=-1, dtype=jnp.int32)
+    return jnp.where(_cleared(tables, pieces), 0, count)
+
+
+def _cleared(tables, pieces):
+    """Whether a piece's first token clears the state that enters the piece; [B, H, P]."""
+    return tables[:, :, :: tables.shape[2] // pieces, STEP, 0] < DEAD
 
 
 def _passes(tables, pieces, which):

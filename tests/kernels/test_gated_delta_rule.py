@@ -34,7 +34,7 @@ class Case(drawn.Named):
     key_dim: int = 64
     value_dim: int = 64
     dtype: str = "bfloat16"
-    documents: bool = False
+    documents: bool | int = False  # of random lengths, or all of this one
     gates: str = "mild"  # mild | mixed | hard | none
     state: bool = True
     l2norm: bool = False
@@ -73,9 +73,11 @@ def inputs(case, seed=0):
     g = None
     if case.gates != "none":
         g = gates(case, beta.shape, rng).astype(np.float32)
-    ids = (
-        drawn.packed(batch, length, rng, range(1, max(2, length // 4))) if case.documents else None
-    )
+    ids = None
+    if case.documents is True:
+        ids = drawn.packed(batch, length, rng, range(1, max(2, length // 4)))
+    elif case.documents:
+        ids = np.tile(1 + np.arange(length) // case.documents, (batch, 1))
     args = dict(q=q.astype(dtype), k=k.astype(dtype), v=v.astype(dtype), g=g, beta=beta)
     args["state"] = state if case.state else None
     return args, ids, (do.astype(dtype), d_state)
@@ -184,7 +186,8 @@ INTERPRETED = (
     Case(length=1, qk_heads=2, state=False),
     Case(length=64, key_dim=64, value_dim=128, gates="none"),
     Case(length=70, heads=10, qk_heads=5, documents=True, l2norm=True),
-    Case(length=250, heads=1, state=True, documents=True),  # one row of four pieces, see below
+    Case(length=250, heads=1, state=True, documents=True),  # one row of three pieces, see below
+    Case(length=250, heads=1, documents=128),  # the second piece begins with a document
     Case(length=70, heads=2, value_dim=160, documents=True),  # values of two blocks
     Case(length=70, heads=2, key_dim=256, value_dim=80, documents=True, l2norm=True),
 )
@@ -335,6 +338,7 @@ GPU = (
     Case(batch=2, length=2100, heads=4, qk_heads=4, key_dim=128, value_dim=128, documents=True),
     Case(length=2100, heads=2, qk_heads=2, documents=True, gates="hard"),
     Case(length=4096, heads=2, qk_heads=1, key_dim=128, value_dim=128, gates="mixed"),
+    Case(length=4096, heads=2, qk_heads=1, key_dim=128, value_dim=128, documents=512),
 )
 
 
