@@ -603,7 +603,21 @@ def gate_gradients(sums, tables):
         wg = lax.axis_index("wg")
         worker = lax.axis_index("block") * 4 + wg
         count = item_count(items, blocks * 4, worker)
-        sums, table, run, bar = sum_s.at[wg], table_s.at[wg], run_s.at[wg], bar.at[wg]
+        run = run_s.at[wg]
+
+        def place(m):
+            item = worker + m * (blocks * 4)
+            h, n = lax.rem(item, heads), lax.rem(lax.div(item, heads), chunks)
+            return lax.div(item, heads * chunks), h, n
+
+        def fetch(m):
+            slot = wg * 2 + lax.rem(m, 2)
+            plgpu.copy_gmem_to_smem(sum_ref.at[*place(m)], sum_s.at[slot], bar.at[slot])
+            plgpu.copy_gmem_to_smem(table_ref.at[*place(m)], table_s.at[slot], bar.at[slot])
+
+        @pl.when(count > 0)
+        def _():
+            fetch(0)
 
         @pl.when(wg == 0)
         def _():
@@ -613,12 +627,14 @@ def gate_gradients(sums, tables):
 
         @pl.loop(0, count)
         def _(m):
-            item = worker + m * (blocks * 4)
-            h, n = lax.rem(item, heads), lax.rem(lax.div(item, heads), chunks)
-            b = lax.div(item, heads * chunks)
-            plgpu.copy_gmem_to_smem(sum_ref.at[b, h, n], sums, bar)
-            plgpu.copy_gmem_to_smem(table_ref.at[b, h, n], table, bar)
-            plgpu.barrier_wait(bar)
+            slot = wg * 2 + lax.rem(m, 2)
+            sums, table = sum_s.at[slot], table_s.at[slot]
+
+            @pl.when(m + 1 < count)
+            def _():
+                fetch(m + 1)
+
+            plgpu.barrier_wait(bar.at[slot])
             row = cm.per_row(cm.load_row(place_s.at[0]), sq)
             column = cm.per_col(cm.load_col(place_s.at[1]), sq)
             # Resets up to a token.
@@ -632,10 +648,10 @@ def gate_gradients(sums, tables):
             )
             change = cm.per_col(q_dq + 2.0 * read - k_dk, sq)  # reads minus writes
             total = jnp.where((row <= column) & (run_row == run_col), change, 0.0)
-            end = cm.per_col(write + state * table_s[wg, TOTAL, 0], sq)
+            end = cm.per_col(write + state * table_s[slot, TOTAL, 0], sq)
             total = total + jnp.where(run_row == run_s[wg, C - 1], end, 0.0)
-            dg_ref.at[b, h, n][...] = jnp.sum(total, axis=1)
-            plgpu.commit_smem()
+            dg_ref.at[*place(m)][...] = jnp.sum(total, axis=1)
+            plgpu.commit_smem()  # all warps have read this slot
 
         cm.meet(done)
 
@@ -644,11 +660,11 @@ def gate_gradients(sums, tables):
         name="gdr_gate_gradients",
         out_type=jax.ShapeDtypeStruct((batch, heads, chunks, C), cm.F32),
         scratch=dict(
-            sum_s=plgpu.SMEM((4, 6, C), cm.F32),
-            table_s=plgpu.SMEM((4, ROWS, C), cm.F32),
+            sum_s=plgpu.SMEM((8, 6, C), cm.F32),
+            table_s=plgpu.SMEM((8, ROWS, C), cm.F32),
             run_s=plgpu.SMEM((4, C), cm.F32),
             place_s=plgpu.SMEM((2, C), cm.F32),
-            bar=plgpu.Barrier(num_arrivals=2, num_barriers=4),
+            bar=plgpu.Barrier(num_arrivals=2, num_barriers=8),
             ready=plgpu.Barrier(num_arrivals=4),
             done=plgpu.Barrier(num_arrivals=4),
         ),
