@@ -13,9 +13,9 @@ Chunks of C = 64 tokens, G the cumulative log decay inside a chunk. Kernels of a
 Long rows with few heads are split into pieces first (``gated_delta_rule_split``), exactly.
 
 Saved for the backward, bytes per token and head at K = V = 128 in 16 bits: q, k, v 768, T 128,
-the gate tables 40, the states entering the chunks 512, U 256; of a split row also the pieces'
-maps. Only the 64 x 64 scores and k S are recomputed; dS (512) and dX (256) pass between the two
-backward kernels. FLOPs per token and head: forward 2C(2K + 2V + C) + 6KV, backward
+the gate tables 40, the states entering the chunks 512, U 256; of a split row also the maps of its
+sections. Only the 64 x 64 scores and k S are recomputed; dS (512) and dX (256) pass between the
+two backward kernels. FLOPs per token and head: forward 2C(2K + 2V + C) + 6KV, backward
 2C(4K + 6V) + 18KV.
 
 Masks never reach the later kernels. A padding token gets beta = 0, g = 0 and a decay of
@@ -42,7 +42,7 @@ WIDEST_KEY = 256
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 # Several devices divide rows and heads. Of q, k, v, g, beta, a state, marks | what is saved
-# besides: tables, inverses, the pieces' maps (matrix and diagonal), states, U.
+# besides: tables, inverses, the sections' maps (matrix and diagonal), states, U.
 OPERANDS = ("b.g", "b.g", "b.h", "b.h", "b.h", "bh", "b")
 OUTPUTS, SAVED = ("b.h", "bh"), ("bh", "bh", "b.h", "b.h", "bh", "b.h")
 FORWARD = sharding.Layout(OPERANDS, OUTPUTS)
@@ -58,6 +58,7 @@ class Options(NamedTuple):
     final: bool
     stateful: bool
     pieces: int  # of a row
+    sections: int  # of a row, each with a map; a multiple of the pieces
 
 
 def gated_delta_rule(
@@ -96,8 +97,10 @@ def gated_delta_rule(
     if state is not None:
         state = cm.widen(cm.widen(state.astype(cm.F32)), -2)
     q, k, v = (cm.lengthen(cm.widen(x), 8) for x in (q, k, v))
-    pieces = _pieces(q, v)
-    options = Options(float(scale), use_qk_l2norm, output_final_state, state is not None, pieces)
+    fading = not (g is None and marks is None)
+    options = Options(
+        float(scale), use_qk_l2norm, output_final_state, state is not None, *_pieces(q, v, fading)
+    )
     o, state = _core(q, k, v, g, beta, state, marks, options)
     if state is not None:
         state = state[..., :key_dim, :value_dim]
@@ -145,32 +148,36 @@ def _whole_heads(x):
     return jnp.pad(x, [(0, 0), (0, 0), (0, extra)]) if extra else x
 
 
-def _pieces(q, v):
-    """Pieces of a row, for the rows and heads that a device is likely to have."""
+def _pieces(q, v, fading):
+    """Pieces and sections of a row, for the rows and heads that a device is likely to have."""
     (batch, length, heads, value_dim), key_dim = v.shape, q.shape[-1]
     if key_dim > cm.WIDEST:  # their maps do not fit into shared memory
-        return 1
+        return 1, 1
     heads = -(-batch * heads // sharding.shares())
     blocks = heads * (value_dim // forward.value_width(key_dim, value_dim))
-    return split.piece_count(blocks, -(-length // C))
+    chunks = -(-length // C)
+    pieces = split.piece_count(blocks, chunks)
+    return pieces, pieces * (split.sections(chunks // pieces) if fading else 1)
 
 
 def _run(q, k, v, g, beta, state, marks, options, save):
     """o, final state [B, H, K, V], and what the backward needs when ``save``."""
-    pieces = options.pieces
-    gates = _gates(q, g, beta, marks, pieces * C, options.normalised)
+    pieces, sections = options.pieces, options.sections
+    gates = _gates(q, g, beta, marks, sections * C, options.normalised)
     fading = pieces > 1 and not (g is None and marks is None)
     inverses, tables = forward.chunk_inverses(
         k, gates, v.shape[2], scale=options.scale, bounds=fading
     )
     start, maps = None if state is None else jnp.swapaxes(state, 2, 3), (None, None)
     if pieces > 1:
-        closed = split.closed(tables, pieces) if fading else None
-        # The first piece's M moves an initial state, the last one's the final state's gradient.
+        closed = split.closed(tables, sections) if fading else None
+        # The first section's M moves an initial state, the last one's the final state's gradient.
         ends = (state is not None, save and options.final)
-        *maps, add = split.piece_maps(k, v, inverses, tables, closed, pieces=pieces, ends=ends)
-        start = split.scan_pieces(start, *maps, add, pieces=pieces)
-        maps = [x.reshape(-1, pieces, *x.shape[1:]) for x in maps]
+        *maps, add = split.section_maps(
+            k, v, inverses, tables, closed, sections=sections, ends=ends
+        )
+        start = split.scan_sections(start, *maps, add, sections=sections, pieces=pieces)
+        maps = [x.reshape(-1, sections, *x.shape[1:]) for x in maps]
     o, final, *saved = forward.outputs(q, k, v, inverses, tables, start, pieces=pieces, save=save)
     final = jnp.swapaxes(_piece(final, pieces, -1), 2, 3) if options.final else None
     return (o, final), (tables, inverses, *maps, *saved)
@@ -213,16 +220,16 @@ def _gradients(
 ):
     do = do.astype(v.dtype)
     d_end = None if d_end is None else jnp.swapaxes(d_end, 2, 3)
-    pieces = options.pieces
-    chain = functools.partial(backward.state_gradients, q, k, do, inverses, tables, pieces=pieces)
+    pieces, sections = options.pieces, options.sections
+    chain = functools.partial(backward.state_gradients, q, k, do, inverses, tables)
     if pieces > 1:
-        fading = not (g is None and marks is None)
-        (add,) = chain(
-            None, reaching=split.reaching(tables, pieces) if fading else None, save=False
-        )
+        reaching = None if g is None and marks is None else split.reaching(tables, sections)
+        (add,) = chain(None, pieces=sections, reaching=reaching, save=False)
         maps = [x.reshape(-1, *x.shape[2:]) for x in (matrix, diagonal)]
-        d_end = split.scan_pieces(d_end, *maps, add, pieces=pieces, reverse=True)
-    d_start, d_states, dx = chain(d_end)
+        d_end = split.scan_sections(
+            d_end, *maps, add, sections=sections, pieces=pieces, reverse=True
+        )
+    d_start, d_states, dx = chain(d_end, pieces=pieces)
     inside = options.normalised and q.shape[-1] <= cm.WIDEST
     dq, dk, dv, sums = backward.token_gradients(
         q, k, v, do, states, u, d_states, dx, tables, normalised=options.scale if inside else None

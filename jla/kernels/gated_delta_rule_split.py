@@ -1,10 +1,11 @@
 """Exact split of long rows of the gated delta rule into pieces that run in parallel.
 
-A piece is an affine map of the state that enters it, S_out = M S_in + E. ``piece_maps`` runs the
-chain without outputs from the identity (M) and from zero with values (E), ``scan_pieces`` chains
-the pieces, and the full kernels then start every piece from its true state. Gradients go the
-other way through the same M: dS_in = M^T dS_out + E', E' from ``state_gradients`` started at
-zero. A document boundary inside a piece makes its M zero by itself.
+A piece has one or more sections. A section is an affine map of the state that enters it,
+S_out = M S_in + E. ``section_maps`` runs the chain without outputs from the identity (M) and from
+zero with values (E), ``scan_sections`` chains the sections, and the full kernels then start every
+piece from its true state. Gradients go the other way through the same M: dS_in = M^T dS_out + E',
+E' from ``state_gradients`` started at zero. A document boundary inside a section makes its M zero
+by itself.
 """
 
 import jax
@@ -43,67 +44,76 @@ def piece_count(rows, chunks):
     return pieces if pieces > 2 else 1
 
 
+def sections(chunks):
+    """Sections of a piece of so many chunks, where gates fade.
+
+    Heads that forget within a few chunks need few steps for their maps; the others would leave
+    most of the chip idle for as long as a piece is.
+    """
+    return 2 if chunks >= 48 else 1
+
+
 DEAD = -150.0  # log2 of a factor that leaves nothing of a float32
 
 
-def closed(tables, pieces):
-    """How many chunks of a piece pass nothing of what enters them to its end; int32 [B, H, P].
+def closed(tables, sections):
+    """How many chunks of a section pass nothing of what enters them to its end; int32 [B, H, P].
 
-    If there are any, M is zero, and E begins with the last of them. If the next piece begins with
+    If there are any, M is zero, and E begins with the last of them. If the next section begins with
     a reset, which nothing of E survives, all chunks and one more: none is left for E.
     """
-    passes = _passes(tables, pieces, lambda chunk, other: other >= chunk)
+    passes = _passes(tables, sections, lambda chunk, other: other >= chunk)
     count = jnp.sum(passes < DEAD, axis=-1, dtype=jnp.int32)
-    ends = jnp.pad(_cleared(tables, pieces)[..., 1:], ((0, 0), (0, 0), (0, 1)))
+    ends = jnp.pad(_cleared(tables, sections)[..., 1:], ((0, 0), (0, 0), (0, 1)))
     return jnp.where(ends, passes.shape[-1] + 1, count)
 
 
-def reaching(tables, pieces):
-    """How many chunks of a piece have gradients that reach its start; int32 [B, H, P]."""
-    passes = _passes(tables, pieces, lambda chunk, other: other < chunk)
+def reaching(tables, sections):
+    """How many chunks of a section have gradients that reach its start; int32 [B, H, P]."""
+    passes = _passes(tables, sections, lambda chunk, other: other < chunk)
     count = jnp.sum(passes >= DEAD, axis=-1, dtype=jnp.int32)
-    return jnp.where(_cleared(tables, pieces), 0, count)
+    return jnp.where(_cleared(tables, sections), 0, count)
 
 
-def _cleared(tables, pieces):
-    """Whether a piece's first token clears the state that enters the piece; [B, H, P]."""
-    return tables[:, :, :: tables.shape[2] // pieces, STEP, 0] < DEAD
+def _cleared(tables, sections):
+    """Whether a section's first token clears the state that enters the section; [B, H, P]."""
+    return tables[:, :, :: tables.shape[2] // sections, STEP, 0] < DEAD
 
 
-def _passes(tables, pieces, which):
-    """log2 of how much of a state some chunks of each piece let pass at most, [B, H, P, steps].
+def _passes(tables, sections, which):
+    """log2 of how much of a state some chunks of each section let pass at most, [B, H, P, steps].
 
-    ``which(chunk, other)`` of the piece count for a chunk. One sum, which is one kernel.
+    ``which(chunk, other)`` of the section count for a chunk. One sum, which is one kernel.
     """
     bounds = tables[:, :, :, BOUND]
-    steps = bounds.shape[2] // pieces
-    bounds = bounds.reshape(*bounds.shape[:2], pieces, 1, steps, C)
+    steps = bounds.shape[2] // sections
+    bounds = bounds.reshape(*bounds.shape[:2], sections, 1, steps, C)
     chunk, other = np.ogrid[:steps, :steps]
     return jnp.sum(jnp.where(which(chunk, other)[..., None], bounds, 0.0), axis=(-2, -1))
 
 
-def _wanted(piece, pieces, ends):
-    """Whether a piece's M is wanted; ``ends`` as in ``piece_maps``."""
+def _wanted(section, sections, ends):
+    """Whether a section's M is wanted; ``ends`` as in ``section_maps``."""
     first, last = ends
-    return (first | (piece > 0)) & (last | (piece < pieces - 1))
+    return (first | (section > 0)) & (last | (section < sections - 1))
 
 
-@cm.traced_once("pieces", "ends")
-def piece_maps(k, v, inverses, tables, closed=None, *, pieces, ends):
-    """M^T and E^T of every piece, S_out = M S_in + E.
+@cm.traced_once("sections", "ends")
+def section_maps(k, v, inverses, tables, closed=None, *, sections, ends):
+    """M^T and E^T of every section, S_out = M S_in + E.
 
     Args: k [B, T, Hq, K]; v [B, T, H, V]; inverses; tables; closed: see above, or None for none;
-      ends: whether M of the first and of the last piece are wanted, too.
-    Returns: M^T without its diagonal [B * pieces, H, K, K] in v's dtype, the diagonal float32
-      [B * pieces, H, K], and E^T float32 [B * pieces, H, V, K]; E of the last piece, which starts
-      no other, is left unwritten. What a piece keeps of a state is on the diagonal, exact; the
-      rest has passed through 16-bit products anyway.
-    One block a (piece, head, rows of a transposed map): 64 rows a warpgroup, and a loader.
+      ends: whether M of the first and of the last section are wanted, too.
+    Returns: M^T without its diagonal [B * sections, H, K, K] in v's dtype, the diagonal float32
+      [B * sections, H, K], and E^T float32 [B * sections, H, V, K]; E of the last section, which
+      starts no other, is left unwritten. What a section keeps of a state is on the diagonal,
+      exact; the rest has passed through 16-bit products anyway.
+    One block a (section, head, rows of a transposed map): 64 rows a warpgroup, and a loader.
     """
     batch, _, _, key_dim = k.shape
     heads, value_dim = v.shape[2:]
     dtype = v.dtype
-    steps = tables.shape[2] // pieces
+    steps = tables.shape[2] // sections
     group = heads // k.shape[2]
     width = value_width(key_dim, value_dim)
     states = width // C
@@ -114,13 +124,13 @@ def piece_maps(k, v, inverses, tables, closed=None, *, pieces, ends):
     def body(k_ref, v_ref, t_ref, table_ref, *refs, k_s, v_s, t_s, table_s, full, free, done):
         *closed_ref, rest_ref, diagonal_ref, add_ref = refs
         bp, h, kind, wg = (lax.axis_index(x) for x in ("b", "h", "kind", "wg"))
-        b, piece = lax.div(bp, pieces), lax.rem(bp, pieces)
-        blocked = closed_ref[0][b, h, piece] if closed_ref else jnp.int32(0)
+        b, section = lax.div(bp, sections), lax.rem(bp, sections)
+        blocked = closed_ref[0][b, h, section] if closed_ref else jnp.int32(0)
         begin = jnp.maximum(blocked - 1, 0)
         adds = kind >= maps
-        wanted = jnp.where(adds, piece < pieces - 1, _wanted(piece, pieces, ends))
+        wanted = jnp.where(adds, section < sections - 1, _wanted(section, sections, ends))
         count = jnp.where(wanted & (adds | (blocked == 0)), steps - begin, 0)
-        first = piece * steps + begin
+        first = section * steps + begin
         row = jnp.where(adds, kind - maps, kind) * width  # the block's first
 
         @pl.when(wg < states)
@@ -195,10 +205,10 @@ def piece_maps(k, v, inverses, tables, closed=None, *, pieces, ends):
 
         cm.meet(done)
 
-    lead = (batch * pieces, heads)
+    lead = (batch * sections, heads)
     return cm.kernel(
         body,
-        name="gdr_piece_maps",
+        name="gdr_section_maps",
         out_type=[
             jax.ShapeDtypeStruct((*lead, key_dim, key_dim), dtype),
             jax.ShapeDtypeStruct((*lead, key_dim), cm.F32),
@@ -219,18 +229,19 @@ def piece_maps(k, v, inverses, tables, closed=None, *, pieces, ends):
     )(k, v, inverses, tables, *([] if closed is None else [closed]))
 
 
-@cm.traced_once("pieces", "reverse")
-def scan_pieces(start, rest, diagonal, add, *, pieces, reverse=False):
+@cm.traced_once("sections", "pieces", "reverse")
+def scan_sections(start, rest, diagonal, add, *, sections, pieces, reverse=False):
     """States at the pieces' starts (ends when ``reverse``) from the maps.
 
-    Args: start [B, H, V, K] float32, the state entering the first piece (leaving the last), or
-      None for zeros (that piece's M is then not read); rest, diagonal, add: of ``piece_maps``.
+    Args: start [B, H, V, K] float32, the state entering the first section (leaving the last), or
+      None for zeros (that section's M is then not read); rest, diagonal, add: of ``section_maps``.
     Returns: [B * pieces, H, V, K] float32. One block a (row, head, 64 value columns), one
     warpgroup: two took as long.
     """
-    batch, heads, value_dim, key_dim = add.shape[0] // pieces, *add.shape[1:]
+    batch, heads, value_dim, key_dim = add.shape[0] // sections, *add.shape[1:]
     inputs = [rest, diagonal, add] + ([] if start is None else [start])
-    steps, stages = pieces - 1, 3
+    every = sections // pieces
+    steps, stages = sections - every, 3
     first = 1 if start is None else 0
 
     def body(rest_ref, diagonal_ref, add_ref, *refs, rest_s, diagonal_s, add_s, state_s, bar):
@@ -238,28 +249,34 @@ def scan_pieces(start, rest, diagonal, add, *, pieces, reverse=False):
         b, h, c = (lax.axis_index(x) for x in "bhc")
         rows = pl.ds(c * C, C)
 
-        def piece(n):
-            return b * pieces + (pieces - 1 - n if reverse else n)
+        def nth(n, count):
+            return b * count + (count - 1 - n if reverse else n)
 
         def fetch(n):
             slot = lax.rem(n, stages)
             for ref, to in ((rest_ref, rest_s), (diagonal_ref, diagonal_s)):
-                plgpu.copy_gmem_to_smem(ref.at[piece(n), h], to.at[slot], bar.at[slot])
-            plgpu.copy_gmem_to_smem(add_ref.at[piece(n), h, rows], add_s.at[slot], bar.at[slot])
+                plgpu.copy_gmem_to_smem(ref.at[nth(n, sections), h], to.at[slot], bar.at[slot])
+            source = add_ref.at[nth(n, sections), h, rows]
+            plgpu.copy_gmem_to_smem(source, add_s.at[slot], bar.at[slot])
 
-        def publish(n, state):
+        def publish(n, state):  # the state before a piece's first section
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.commit_smem()  # the waiting thread speaks for all warps
             state_s[...] = state
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(state_s, out_ref.at[piece(n), h, rows])
+            plgpu.copy_smem_to_gmem(
+                state_s, out_ref.at[nth(lax.div(jnp.int32(n), every), pieces), h, rows]
+            )
 
         def step(n, state):
             slot = lax.rem(n, stages)
             plgpu.barrier_wait(bar.at[slot])
 
             def meanwhile():
-                publish(n, state)
+                @pl.when(lax.rem(n, every) == 0)
+                def _():
+                    publish(n, state)
+
                 kept = state * cm.per_col(cm.load_col(diagonal_s.at[slot]), state.shape)
                 return kept + plgpu.load(add_s.at[slot], layout=cm.WGMMA)
 
@@ -279,7 +296,7 @@ def scan_pieces(start, rest, diagonal, add, *, pieces, reverse=False):
             state = plgpu.load(start_ref[0].at[b, h, rows], layout=cm.WGMMA, optimized=False)
         else:  # the first step is known
             publish(0, cm.zeros((C, key_dim)))
-            source = add_ref.at[piece(0), h, rows]
+            source = add_ref.at[nth(0, sections), h, rows]
             state = plgpu.load(source, layout=cm.WGMMA, optimized=False)
         state = lax.fori_loop(first, steps, step, state)
         publish(steps, state)
@@ -287,7 +304,7 @@ def scan_pieces(start, rest, diagonal, add, *, pieces, reverse=False):
 
     return cm.kernel(
         body,
-        name="gdr_scan_pieces",
+        name="gdr_scan_sections",
         out_type=jax.ShapeDtypeStruct((batch * pieces, heads, value_dim, key_dim), cm.F32),
         scratch=dict(
             rest_s=cm.smem((stages, key_dim, key_dim), rest.dtype),

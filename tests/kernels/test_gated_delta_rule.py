@@ -186,8 +186,10 @@ INTERPRETED = (
     Case(length=1, qk_heads=2, state=False),
     Case(length=64, key_dim=64, value_dim=128, gates="none"),
     Case(length=70, heads=10, qk_heads=5, documents=True, l2norm=True),
-    Case(length=250, heads=1, state=True, documents=True),  # one row of three pieces, see below
-    Case(length=250, heads=1, documents=128),  # the second piece begins with a document
+    # One row of two pieces, see below: of one section each, and of two, of which the last begins
+    # with a document.
+    Case(length=250, heads=1, documents=True),
+    Case(length=250, heads=1, documents=192),
     Case(length=70, heads=2, value_dim=160, documents=True),  # values of two blocks
     Case(length=70, heads=2, key_dim=256, value_dim=80, documents=True, l2norm=True),
 )
@@ -199,7 +201,9 @@ INTERPRETED = (
 def test_interpreted(case, capfd, monkeypatch):
     monkeypatch.setattr(gdr.cm, "SMS", 1)  # blocks that walk over chunks have several each
     if case.heads == 1:
-        monkeypatch.setattr(gdr.split, "piece_count", lambda rows, chunks: 3)
+        sections = 1 if case.documents is True else 2
+        monkeypatch.setattr(gdr.split, "piece_count", lambda rows, chunks: 2)
+        monkeypatch.setattr(gdr.split, "sections", lambda chunks: sections)
     with interpret_shim.interpreted():
         check(case)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
@@ -253,25 +257,25 @@ def test_lowers_for_cuda(dims, dtype):
 # differ a little from one compilation to the next). A change is looked at.
 RESOURCES = {
     64: dict(
-        gdr_gate_gradients=(20480, 94, 0),
+        gdr_gate_gradients=(36864, 94, 0),
         gdr_inverse=(188416, 128, 16),
         gdr_outputs=(123904, 168, 0),
-        gdr_piece_maps=(110592, 255, 0),
-        gdr_scan_pieces=(91136, 144, 0),
+        gdr_section_maps=(110592, 255, 0),
+        gdr_scan_sections=(91136, 144, 0),
         gdr_state_gradients=(132096, 168, 0),
         gdr_token_gradients=(163840, 128, 0),
     ),
     128: dict(
-        gdr_gate_gradients=(20480, 94, 0),
+        gdr_gate_gradients=(36864, 94, 0),
         gdr_inverse=(221184, 128, 80),
         gdr_outputs=(230400, 128, 16),
-        gdr_piece_maps=(176128, 168, 0),
-        gdr_scan_pieces=(231424, 231, 0),
+        gdr_section_maps=(176128, 168, 0),
+        gdr_scan_sections=(231424, 231, 0),
         gdr_state_gradients=(230400, 128, 0),
         gdr_token_gradients=(229376, 128, 288),
     ),
     256: dict(
-        gdr_gate_gradients=(20480, 94, 0),
+        gdr_gate_gradients=(36864, 94, 0),
         gdr_inverse=(165888, 168, 0),
         gdr_outputs=(210944, 168, 0),
         gdr_state_gradients=(219136, 168, 128),
@@ -348,6 +352,15 @@ GPU = (
 @pytest.mark.parametrize("case", GPU, ids=str)
 def test_gpu_parity(case):
     need_gpu()
+    check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120, method="thread")
+@pytest.mark.parametrize("case", [case for case in GPU if case.length > 2000], ids=str)
+def test_gpu_sections(case, monkeypatch):
+    need_gpu()
+    monkeypatch.setattr(gdr.split, "sections", lambda chunks: 2)  # of pieces this short, too
     check(case)
 
 
